@@ -1,0 +1,99 @@
+"""Build of disaggkd: three packages and the native libraries beside them.
+
+Nothing here imports torch: native code is a plain C ABI loaded with ctypes, so one wheel fits every
+Python and torch version.
+"""
+
+import importlib.util
+import os
+from pathlib import Path
+
+from setuptools import Extension, find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+PACKAGES = ("transport", "toolkit", "jobs")
+
+
+def ucx_include_dir() -> str:
+    """Return the folder of the UCX headers: `DISAGGKD_UCX_INCLUDE`, else the libucx wheel's."""
+    chosen = os.environ.get("DISAGGKD_UCX_INCLUDE")
+    if chosen:
+        return chosen
+    spec = importlib.util.find_spec("libucx")
+    if spec is None or spec.origin is None:
+        raise SystemExit(
+            "UCX headers not found: install the build requirement libucx-cu12 "
+            "or set DISAGGKD_UCX_INCLUDE to the folder that holds ucp/api/ucp.h"
+        )
+    return str(Path(spec.origin).parent / "include")
+
+
+class BuildNative(build_ext):
+    """Builds plain shared libraries: no Python ABI in the file name, nothing linked but libc."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return str(Path(*fullname.split("."))) + ".so"
+
+    def build_extension(self, ext: Extension) -> None:
+        ext.include_dirs.append(ucx_include_dir())
+        super().build_extension(ext)
+
+
+class PlatformWheel(bdist_wheel):
+    """Tags the wheel for the platform only, because the libraries know nothing of Python."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return ("py3", "none", super().get_tag()[2])
+
+
+setup(
+    name="disaggkd",
+    version="0.1.0",
+    description="Distill large language models on Slurm: teachers on their own nodes, "
+    "hidden states over RDMA, a fused loss",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=[f"{name}{rest}" for name in PACKAGES for rest in ("", ".*")]),
+    package_dir={"": "."},
+    package_data={"": ["py.typed"], "transport": ["csrc/*"]},
+    ext_modules=[
+        Extension(
+            "transport.libdisaggkd_ucx",
+            sources=["transport/csrc/ucx_rma.c"],
+            depends=["setup.py"],
+            extra_compile_args=["-O2", "-std=gnu11", "-Wall", "-Wextra", "-Werror"],
+        )
+    ],
+    install_requires=[
+        "torch>=2.6",
+        "transformers>=5.0",
+        "safetensors>=0.5",
+        "numpy>=1.26",
+        "pydantic>=2.8",
+        "pyzmq>=26",
+        "rich>=13.7",
+        "typer>=0.15",
+        "submitit>=1.5.4,<1.6",
+        "libucx-cu12>=1.17",
+    ],
+    extras_require={
+        "parquet": ["pyarrow>=15"],
+        "dev": [
+            "build",
+            "gguf",
+            "hypothesis",
+            "mypy",
+            "psutil",
+            "pytest",
+            "pytest-cov",
+            "pytest-timeout",
+            "ruff",
+            "setuptools>=70.1",
+        ],
+    },
+    entry_points={"console_scripts": ["disaggkd=jobs.cli:main"]},
+    cmdclass={"build_ext": BuildNative, "bdist_wheel": PlatformWheel},
+)

@@ -1,0 +1,182 @@
+"""The configuration of a run: one TOML file, frozen and typed, unknown keys refused."""
+
+import difflib
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
+
+from toolkit.errors import InputError
+
+DType = Literal["float32", "bfloat16", "float16"]
+
+
+class Section(BaseModel):
+    """Base of all sections: immutable, and closed to keys it does not know."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class RunSection(Section):
+    """What the run is: where it is kept, how long it goes on, on what it computes."""
+
+    folder: str
+    steps: PositiveInt
+    seed: NonNegativeInt = 0
+    device: Literal["cpu", "cuda"] = "cpu"
+    threads: PositiveInt = 1
+    """CPU threads of each process; a part of the run's arithmetic, hence never guessed."""
+
+
+class DataSection(Section):
+    """Which tokens are trained on, and how they are cut into rows."""
+
+    tokens: str
+    sequence_length: PositiveInt
+    batch_size: PositiveInt = 1
+    """Rows of a micro-batch."""
+    packing: Literal["none", "documents"] = "none"
+    """`documents` restarts positions and attention after every end-of-text token."""
+    eval_rows: NonNegativeInt = 0
+    """Rows at the end of the file that are never trained on, for evaluation before and after."""
+
+
+class ModelSection(Section):
+    """A model: a Hugging Face folder, or an architecture with random weights."""
+
+    path: str | None = None
+    config: dict[str, Any] | None = None
+    """Keys of a transformers configuration, `model_type` first, for a random start."""
+    seed: NonNegativeInt = 0
+    """Seed of the random start; unused with `path`."""
+    tokenizer: str | None = None
+    """Folder of the tokenizer, where it is not in `path`."""
+    dtype: DType = "float32"
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> Self:
+        if (self.path is None) == (self.config is None):
+            raise ValueError("give exactly one of `path` (a model folder) and `config` (a table)")
+        if self.config is not None and "model_type" not in self.config:
+            raise ValueError("`config` needs `model_type`, for example model_type = 'qwen3'")
+        return self
+
+
+class TeacherSection(ModelSection):
+    """The frozen teacher and where it runs."""
+
+    placement: Literal["colocated", "disaggregated"] = "disaggregated"
+    replicas: PositiveInt = 1
+
+
+class LossSection(Section):
+    """The distillation loss: `kd_weight * KD + ce_weight * CE`, a mean over labelled tokens."""
+
+    divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
+    beta: float = Field(default=0.5, gt=0.0, lt=1.0)
+    """Weight of the teacher in the mixture of `jsd`."""
+    temperature: PositiveFloat = 1.0
+    kd_weight: NonNegativeFloat = 1.0
+    ce_weight: NonNegativeFloat = 0.0
+    tau_squared: bool = False
+    """Multiply KD by temperature squared (Hinton et al. 2015, arXiv:1503.02531)."""
+    window_rows: PositiveInt = 1024
+    shard_columns: PositiveInt = 16384
+
+
+class RingSection(Section):
+    """The ring of hidden states in the student's memory."""
+
+    slots: int = Field(default=4, ge=2)
+    slot_tokens: PositiveInt | None = None
+    """Rows that one slot holds; by default exactly a micro-batch."""
+
+
+class OptimSection(Section):
+    """AdamW, its schedule, and the size of a step."""
+
+    lr: PositiveFloat = 1e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.1
+    clip_norm: PositiveFloat | None = 1.0
+    accumulation: PositiveInt = 1
+    """Micro-batches of one optimizer step."""
+    schedule: Literal["constant", "cosine", "wsd"] = "cosine"
+    warmup_steps: NonNegativeInt = 0
+    min_lr_ratio: float = Field(default=0.1, ge=0.0, le=1.0)
+    decay_fraction: float = Field(default=0.2, gt=0.0, le=1.0)
+    """Share of the steps in which `wsd` decays, at the end."""
+
+
+class CheckpointSection(Section):
+    """When the run is saved, besides at its end and when it is stopped."""
+
+    every_steps: PositiveInt | None = None
+    keep: PositiveInt = 2
+
+
+class TransportSection(Section):
+    """UCX and the control channel."""
+
+    interface: str = "lo"
+    """Network interface of UCX and of the control channel; `lo` for runs on one machine."""
+    tls: str | None = None
+    """UCX_TLS, for example `posix` or `tcp`; by default UCX chooses."""
+    heartbeat_s: PositiveFloat = 1.0
+    dead_after_s: PositiveFloat = 10.0
+    connect_timeout_s: PositiveFloat = 300.0
+    """How long a student waits for teachers to load; also how long a teacher waits for one."""
+    take_timeout_s: PositiveFloat = 600.0
+    """How long a student waits for one micro-batch of hidden states before it gives up."""
+
+    @model_validator(mode="after")
+    def _heartbeats_fit(self) -> Self:
+        if self.dead_after_s < 2 * self.heartbeat_s:
+            raise ValueError(
+                f"dead_after_s = {self.dead_after_s} must be at least twice "
+                f"heartbeat_s = {self.heartbeat_s}"
+            )
+        return self
+
+
+class Config(Section):
+    """A whole run."""
+
+    run: RunSection
+    data: DataSection
+    teacher: TeacherSection
+    student: ModelSection
+    loss: LossSection = LossSection()
+    ring: RingSection = RingSection()
+    optim: OptimSection = OptimSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    transport: TransportSection = TransportSection()
+
+    @model_validator(mode="after")
+    def _batch_fits_slot(self) -> Self:
+        tokens = self.data.batch_size * self.data.sequence_length
+        if self.ring.slot_tokens is not None and tokens > self.ring.slot_tokens:
+            raise ValueError(
+                f"a micro-batch has {self.data.batch_size} x {self.data.sequence_length} = {tokens}"
+                f" tokens but ring.slot_tokens = {self.ring.slot_tokens}: raise ring.slot_tokens,"
+                " or lower data.sequence_length or data.batch_size"
+            )
+        return self
+
+    @property
+    def slot_tokens(self) -> int:
+        """Rows that one slot of the ring holds."""
+        return self.ring.slot_tokens or self.data.batch_size * self.data.sequence_length
