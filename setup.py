@@ -36,7 +36,7 @@ class BuildNative(build_ext):
         return str(Path(*fullname.split("."))) + ".so"
 
     def build_extension(self, ext: Extension) -> None:
-        ext.include_dirs.append(ucx_include_dir())
+        ext.extra_compile_args += ["-isystem", ucx_include_dir()]
         super().build_extension(ext)
 
 
@@ -64,7 +64,7 @@ setup(
             "transport.libdisaggkd_ucx",
             sources=["transport/csrc/ucx_rma.c"],
             depends=["setup.py"],
-            extra_compile_args=["-O2", "-std=gnu11", "-Wall", "-Wextra", "-Werror"],
+            extra_compile_args=["-O2", "-std=gnu11", "-Wall", "-Wextra"],
         )
     ],
     install_requires=[

@@ -1,0 +1,355 @@
+/*
+ * One-sided writes over UCX: what transport/ucx.py calls through ctypes, and nothing more.
+ *
+ * Built without linking libucp: its symbols come from the library that the process has opened
+ * with RTLD_GLOBAL, so one binary serves every UCX from 1.13 on.
+ *
+ * Functions return 0 or a negative ucs_status_t; DKX_TIMEOUT is the one code of our own.
+ */
+#define _GNU_SOURCE
+#include <poll.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <time.h>
+#include <ucp/api/ucp.h>
+
+enum { DKX_TIMEOUT = -1000, DKX_TOO_SMALL = -1001, DKX_THREAD = -1002 };
+enum { API_MAJOR = 1, API_MINOR = 13, IDLE_ROUNDS = 64, POLL_MS = 100 };
+
+typedef struct {
+    ucp_context_h context;
+    ucp_worker_h worker;
+    int event_fd;
+    pthread_t thread;
+    atomic_int running;
+} dkx_worker;
+
+typedef struct {
+    dkx_worker *worker;
+    ucp_ep_h endpoint;
+    atomic_int status; /* set by UCX when the peer is gone */
+} dkx_peer;
+
+typedef struct {
+    ucp_mem_h handle;
+    void *address;
+} dkx_region;
+
+static int64_t now_ns(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * 1000000000LL + t.tv_nsec;
+}
+
+static void nap_ns(int64_t ns)
+{
+    struct timespec t = {ns / 1000000000LL, ns % 1000000000LL};
+    nanosleep(&t, NULL);
+}
+
+static void relax(void)
+{
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+static int copy_out(const void *source, size_t length, void *buffer, size_t *capacity)
+{
+    if (length > *capacity)
+        return DKX_TOO_SMALL;
+    memcpy(buffer, source, length);
+    *capacity = length;
+    return 0;
+}
+
+const char *dkx_version(void) { return ucp_get_version_string(); }
+
+const char *dkx_error(int status)
+{
+    switch (status) {
+    case DKX_TIMEOUT:
+        return "deadline passed";
+    case DKX_TOO_SMALL:
+        return "buffer too small";
+    case DKX_THREAD:
+        return "no thread could be started";
+    default:
+        return ucs_status_string(status);
+    }
+}
+
+/* ---- worker ---- */
+
+void dkx_worker_close(dkx_worker *w)
+{
+    if (w->worker)
+        ucp_worker_destroy(w->worker);
+    if (w->context)
+        ucp_cleanup(w->context);
+    free(w);
+}
+
+int dkx_worker_open(dkx_worker **out)
+{
+    ucp_params_t params = {.field_mask = UCP_PARAM_FIELD_FEATURES,
+                           .features = UCP_FEATURE_RMA | UCP_FEATURE_WAKEUP};
+    /* SINGLE crashed with puts from several threads, SERIALIZED hung; MULTI costs no latency. */
+    ucp_worker_params_t worker_params = {.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE,
+                                         .thread_mode = UCS_THREAD_MODE_MULTI};
+    dkx_worker *w = calloc(1, sizeof *w);
+    int status;
+
+    if (!w)
+        return UCS_ERR_NO_MEMORY;
+    status = ucp_init_version(API_MAJOR, API_MINOR, &params, NULL, &w->context);
+    if (!status)
+        status = ucp_worker_create(w->context, &worker_params, &w->worker);
+    if (!status)
+        status = ucp_worker_get_efd(w->worker, &w->event_fd);
+    if (status)
+        dkx_worker_close(w);
+    else
+        *out = w;
+    return status;
+}
+
+int dkx_worker_address(dkx_worker *w, void *buffer, size_t *length)
+{
+    ucp_address_t *address;
+    size_t size;
+    int status = ucp_worker_get_address(w->worker, &address, &size);
+
+    if (status)
+        return status;
+    status = copy_out(address, size, buffer, length);
+    ucp_worker_release_address(w->worker, address);
+    return status;
+}
+
+/* Over tcp nothing arrives unless the target progresses; a sleeping thread does it. A spinning one
+ * would take the core that the trainer needs. */
+static void *progress_loop(void *arg)
+{
+    dkx_worker *w = arg;
+
+    prctl(PR_SET_NAME, "ucx-progress");
+    while (atomic_load(&w->running)) {
+        if (ucp_worker_progress(w->worker))
+            continue;
+        if (ucp_worker_arm(w->worker) == UCS_OK) {
+            struct pollfd event = {.fd = w->event_fd, .events = POLLIN};
+            poll(&event, 1, POLL_MS);
+        }
+    }
+    return NULL;
+}
+
+int dkx_progress_start(dkx_worker *w)
+{
+    atomic_store(&w->running, 1);
+    if (pthread_create(&w->thread, NULL, progress_loop, w) == 0)
+        return 0;
+    atomic_store(&w->running, 0);
+    return DKX_THREAD;
+}
+
+void dkx_progress_stop(dkx_worker *w)
+{
+    if (!atomic_exchange(&w->running, 0))
+        return;
+    ucp_worker_signal(w->worker);
+    pthread_join(w->thread, NULL);
+}
+
+/* ---- memory ---- */
+
+int dkx_region_alloc(dkx_worker *w, size_t length, dkx_region **out)
+{
+    ucp_mem_map_params_t params = {
+        .field_mask = UCP_MEM_MAP_PARAM_FIELD_LENGTH | UCP_MEM_MAP_PARAM_FIELD_FLAGS,
+        .length = length,
+        .flags = UCP_MEM_MAP_ALLOCATE};
+    ucp_mem_attr_t attributes = {.field_mask = UCP_MEM_ATTR_FIELD_ADDRESS};
+    dkx_region *r = calloc(1, sizeof *r);
+    int status;
+
+    if (!r)
+        return UCS_ERR_NO_MEMORY;
+    status = ucp_mem_map(w->context, &params, &r->handle);
+    if (!status) {
+        status = ucp_mem_query(r->handle, &attributes);
+        if (status)
+            ucp_mem_unmap(w->context, r->handle);
+    }
+    if (status) {
+        free(r);
+        return status;
+    }
+    r->address = attributes.address;
+    *out = r;
+    return 0;
+}
+
+void *dkx_region_address(const dkx_region *r) { return r->address; }
+
+int dkx_region_key(dkx_worker *w, const dkx_region *r, void *buffer, size_t *length)
+{
+    void *key;
+    size_t size;
+    int status = ucp_rkey_pack(w->context, r->handle, &key, &size);
+
+    if (status)
+        return status;
+    status = copy_out(key, size, buffer, length);
+    ucp_rkey_buffer_release(key);
+    return status;
+}
+
+int dkx_region_free(dkx_worker *w, dkx_region *r)
+{
+    int status = ucp_mem_unmap(w->context, r->handle);
+    free(r);
+    return status;
+}
+
+/* ---- peers ---- */
+
+static void on_error(void *arg, ucp_ep_h endpoint, ucs_status_t status)
+{
+    (void)endpoint;
+    atomic_store(&((dkx_peer *)arg)->status, status);
+}
+
+int dkx_peer_open(dkx_worker *w, const void *address, dkx_peer **out)
+{
+    dkx_peer *p = calloc(1, sizeof *p);
+    ucp_ep_params_t params = {.field_mask = UCP_EP_PARAM_FIELD_REMOTE_ADDRESS |
+                                            UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE |
+                                            UCP_EP_PARAM_FIELD_ERR_HANDLER,
+                              .address = address,
+                              .err_mode = UCP_ERR_HANDLING_MODE_PEER,
+                              .err_handler = {.cb = on_error, .arg = p}};
+    int status;
+
+    if (!p)
+        return UCS_ERR_NO_MEMORY;
+    p->worker = w;
+    status = ucp_ep_create(w->worker, &params, &p->endpoint);
+    if (status)
+        free(p);
+    else
+        *out = p;
+    return status;
+}
+
+int dkx_key_open(dkx_peer *p, const void *packed, ucp_rkey_h *out)
+{
+    return ucp_ep_rkey_unpack(p->endpoint, packed, out);
+}
+
+void dkx_key_close(ucp_rkey_h key) { ucp_rkey_destroy(key); }
+
+static int wait_request(dkx_peer *p, void *request, int64_t timeout_ns)
+{
+    int64_t deadline = now_ns() + timeout_ns;
+    ucs_status_t status;
+
+    if (request == NULL)
+        return 0;
+    if (UCS_PTR_IS_ERR(request))
+        return UCS_PTR_STATUS(request);
+    while ((status = ucp_request_check_status(request)) == UCS_INPROGRESS && now_ns() < deadline)
+        if (!ucp_worker_progress(p->worker->worker))
+            relax();
+    ucp_request_free(request);
+    return status == UCS_INPROGRESS ? DKX_TIMEOUT : status;
+}
+
+/* Starts a write; the source must stay as it is until a flush has returned. */
+int dkx_put(dkx_peer *p, ucp_rkey_h key, const void *source, size_t length, uint64_t remote)
+{
+    ucp_request_param_t params = {0};
+    void *request;
+
+    if (atomic_load(&p->status))
+        return atomic_load(&p->status);
+    request = ucp_put_nbx(p->endpoint, source, length, remote, key, &params);
+    if (UCS_PTR_IS_ERR(request))
+        return UCS_PTR_STATUS(request);
+    if (request)
+        ucp_request_free(request);
+    return 0;
+}
+
+int dkx_fence(dkx_peer *p) { return ucp_worker_fence(p->worker->worker); }
+
+int dkx_flush(dkx_peer *p, int64_t timeout_ns)
+{
+    ucp_request_param_t params = {0};
+    int status = wait_request(p, ucp_ep_flush_nbx(p->endpoint, &params), timeout_ns);
+
+    return status ? status : atomic_load(&p->status);
+}
+
+/* Closes and forgets the peer. `force` does not ask the other side: for a peer that may be dead. */
+int dkx_peer_close(dkx_peer *p, int force, int64_t timeout_ns)
+{
+    ucp_request_param_t params = {.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS,
+                                  .flags = force ? UCP_EP_CLOSE_FLAG_FORCE : 0};
+    int status = wait_request(p, ucp_ep_close_nbx(p->endpoint, &params), timeout_ns);
+
+    /* Without these rounds a forced close over cma aborts when the worker is destroyed. */
+    for (int idle = 0; idle < IDLE_ROUNDS; idle++)
+        if (ucp_worker_progress(p->worker->worker))
+            idle = 0;
+    if (status != DKX_TIMEOUT) /* else UCX may still call on_error with it */
+        free(p);
+    return status;
+}
+
+/* Writes UCX's own description of the connection, with the transport of every protocol. */
+int dkx_peer_describe(dkx_peer *p, char *buffer, size_t *length)
+{
+    char *text = NULL;
+    size_t size = 0;
+    FILE *stream = open_memstream(&text, &size);
+    int status;
+
+    if (!stream)
+        return UCS_ERR_NO_MEMORY;
+    ucp_ep_print_info(p->endpoint, stream);
+    fclose(stream);
+    status = copy_out(text, size, buffer, length);
+    free(text);
+    return status;
+}
+
+/* ---- doorbells ---- */
+
+/* Waits until the word has the value: spins first, then naps of growing length. */
+int dkx_wait_word(const uint64_t *word, uint64_t value, int64_t spin_ns, int64_t max_nap_ns,
+                  int64_t timeout_ns)
+{
+    int64_t start = now_ns(), nap = 20000;
+
+    while (__atomic_load_n(word, __ATOMIC_ACQUIRE) != value) {
+        int64_t waited = now_ns() - start;
+        if (waited >= timeout_ns)
+            return DKX_TIMEOUT;
+        if (waited < spin_ns) {
+            relax();
+            continue;
+        }
+        nap_ns(nap);
+        nap = nap * 2 < max_nap_ns ? nap * 2 : max_nap_ns;
+    }
+    return 0;
+}

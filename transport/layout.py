@@ -1,0 +1,147 @@
+"""Geometry of a ring and the header of its slots: pure arithmetic, no memory.
+
+A ring is one region of memory: first the doorbells, one cache line each, then the slots. A slot is
+a payload of `slot_tokens` rows of hidden states, followed by a header of 64 bytes at a fixed place.
+"""
+
+import struct
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Self
+
+from transport.errors import ProtocolError
+
+PAGE_BYTES = 4096
+CACHE_LINE_BYTES = 64
+HEADER_BYTES = 64
+DIGEST_BYTES = 16
+MAGIC = b"DKHS"
+HEADER_VERSION = 1
+
+_HEADER = struct.Struct("<4sHHQIIII16sf12x")
+_SEQUENCE_BITS = 48
+
+
+def _align(num_bytes: int, to: int) -> int:
+    return -(-num_bytes // to) * to
+
+
+@dataclass(frozen=True)
+class RingGeometry:
+    """Sizes of a ring; both sides compute every address from these four numbers.
+
+    Attributes:
+        slots: number of slots.
+        slot_tokens: rows of hidden states that one slot holds.
+        hidden_size: elements of a row.
+        item_bytes: bytes of an element.
+    """
+
+    slots: int
+    slot_tokens: int
+    hidden_size: int
+    item_bytes: int
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value < 1:
+                raise ValueError(f"{name} = {value} must be at least 1")
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row of hidden states."""
+        return self.hidden_size * self.item_bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot, payload and header, aligned to a page."""
+        return _align(self.slot_tokens * self.row_bytes + HEADER_BYTES, PAGE_BYTES)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the whole region."""
+        return self._slots_offset + self.slots * self.slot_bytes
+
+    @property
+    def _slots_offset(self) -> int:
+        return _align(self.slots * CACHE_LINE_BYTES, PAGE_BYTES)
+
+    def doorbell_offset(self, slot: int) -> int:
+        """Return where the doorbell of a slot stands, in bytes from the start of the region."""
+        return slot * CACHE_LINE_BYTES
+
+    def payload_offset(self, slot: int) -> int:
+        """Return where the payload of a slot starts."""
+        return self._slots_offset + slot * self.slot_bytes
+
+    def header_offset(self, slot: int) -> int:
+        """Return where the header of a slot starts: the end of the slot."""
+        return self.payload_offset(slot) + self.slot_bytes - HEADER_BYTES
+
+
+@dataclass(frozen=True)
+class SlotHeader:
+    """What a writer says of the payload it wrote.
+
+    Attributes:
+        sequence: number of the order that this answers.
+        attempt: how often that order had been given to another teacher before.
+        teacher: index of the writer.
+        num_rows: rows of hidden states in the payload.
+        hidden_size: elements of a row.
+        item_bytes: bytes of an element.
+        digest: digest of the token ids that the teacher computed from.
+        compute_s: seconds that the teacher computed.
+    """
+
+    sequence: int
+    attempt: int
+    teacher: int
+    num_rows: int
+    hidden_size: int
+    item_bytes: int
+    digest: bytes
+    compute_s: float
+
+    def pack(self) -> bytes:
+        """Return the header's 64 bytes."""
+        return _HEADER.pack(
+            MAGIC,
+            HEADER_VERSION,
+            self.item_bytes,
+            self.sequence,
+            self.attempt,
+            self.teacher,
+            self.num_rows,
+            self.hidden_size,
+            self.digest,
+            self.compute_s,
+        )
+
+    @classmethod
+    def unpack(cls, data: bytes | memoryview) -> Self:
+        """Read a header.
+
+        Raises:
+            ProtocolError: the bytes are not a header of this version.
+        """
+        magic, version, item_bytes, sequence, attempt, teacher, rows, hidden, digest, seconds = (
+            _HEADER.unpack(data)
+        )
+        if (magic, version) != (MAGIC, HEADER_VERSION):
+            raise ProtocolError(
+                f"slot header says {magic!r} version {version}, "
+                f"expected {MAGIC!r} version {HEADER_VERSION}"
+            )
+        return cls(sequence, attempt, teacher, rows, hidden, item_bytes, digest, seconds)
+
+
+def doorbell_value(sequence: int, attempt: int) -> int:
+    """Return the word that announces an order's answer; never 0, and different for each attempt."""
+    assert 0 <= sequence < (1 << _SEQUENCE_BITS) - 1 and 0 <= attempt < 1 << 16
+    return attempt << _SEQUENCE_BITS | (sequence + 1)
+
+
+def token_digest(token_ids: bytes | memoryview) -> bytes:
+    """Return the digest by which an answer is matched with the tokens that were asked for."""
+    return blake2b(token_ids, digest_size=DIGEST_BYTES).digest()

@@ -1,0 +1,163 @@
+"""The ring of slots: the student owns it, teachers write into it one-sided.
+
+A write is payload and header, a fence, then the doorbell: a reader that sees the doorbell sees the
+whole slot. Without the fence a third of the messages were torn or early in experiments.
+"""
+
+import ctypes
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from transport import ucx
+from transport.errors import DeadlineError, ProtocolError
+from transport.layout import (
+    CACHE_LINE_BYTES,
+    HEADER_BYTES,
+    RingGeometry,
+    SlotHeader,
+    doorbell_value,
+)
+
+
+class Ring:
+    """The student's side: the memory, and the doorbells that announce what arrived in it."""
+
+    def __init__(self, worker: ucx.Worker, geometry: RingGeometry) -> None:
+        self.geometry = geometry
+        self._region = worker.allocate(geometry.total_bytes)
+        self._doorbells = self._region.view[: geometry.slots * CACHE_LINE_BYTES].cast("Q")
+
+    @property
+    def address(self) -> int:
+        """Address of the region, for the writers."""
+        return self._region.address
+
+    @property
+    def key(self) -> bytes:
+        """Packed remote key of the region, for the writers."""
+        return self._region.key
+
+    def is_ready(self, slot: int, sequence: int, attempt: int) -> bool:
+        """Say whether the answer to this order is complete in the slot."""
+        word: int = self._doorbells[self.geometry.doorbell_offset(slot) // 8]
+        return word == doorbell_value(sequence, attempt)
+
+    def wait(self, slot: int, sequence: int, attempt: int, timeout_s: float) -> bool:
+        """Wait for the answer to this order; return whether it came within `timeout_s`."""
+        address = self.address + self.geometry.doorbell_offset(slot)
+        try:
+            ucx.wait_word(address, doorbell_value(sequence, attempt), timeout_s)
+        except DeadlineError:
+            return False
+        return True
+
+    def header(self, slot: int) -> SlotHeader:
+        """Read the header of a slot whose doorbell has rung."""
+        start = self.geometry.header_offset(slot)
+        return SlotHeader.unpack(self._region.view[start : start + HEADER_BYTES])
+
+    def payload(self, slot: int, num_rows: int) -> memoryview:
+        """Return the slot's memory, `num_rows` rows of it: no copy is made."""
+        start = self.geometry.payload_offset(slot)
+        return self._region.view[start : start + num_rows * self.geometry.row_bytes]
+
+    def close(self) -> None:
+        """Give the memory back; views of it are invalid from here on."""
+        self._region.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class RingWriter:
+    """A teacher's side: writes answers into the ring of one student."""
+
+    def __init__(
+        self,
+        worker: ucx.Worker,
+        geometry: RingGeometry,
+        *,
+        peer: bytes,
+        address: int,
+        key: bytes,
+    ) -> None:
+        """Connect to a ring.
+
+        Args:
+            worker: UCX worker of this process.
+            geometry: geometry of the ring.
+            peer: UCX address of the student's worker.
+            address: address of the ring in the student's memory.
+            key: packed remote key of the ring.
+        """
+        self.geometry = geometry
+        self._address = address
+        self._endpoint = worker.connect(peer)
+        self._key = self._endpoint.open_key(key)
+        self._header = ctypes.create_string_buffer(HEADER_BYTES)
+        self._doorbell = ctypes.c_uint64()
+
+    def write(self, slot: int, payload: memoryview, header: SlotHeader, timeout_s: float) -> None:
+        """Write an answer and announce it; return when it is in the student's memory.
+
+        Args:
+            slot: slot of the ring.
+            payload: C-contiguous bytes, `header.num_rows` rows of hidden states.
+            header: what the payload is.
+            timeout_s: deadline of the whole write.
+
+        Raises:
+            ProtocolError: the slot does not exist or the payload does not fit it.
+            DeadlineError, UcxError: the student cannot be reached.
+        """
+        self._check(slot, payload, header)
+        source = _address_of(payload)
+        ring = self._address
+        ctypes.memmove(self._header, header.pack(), HEADER_BYTES)
+        self._doorbell.value = doorbell_value(header.sequence, header.attempt)
+        self._put(source, payload.nbytes, ring + self.geometry.payload_offset(slot))
+        self._put(
+            ctypes.addressof(self._header), HEADER_BYTES, ring + self.geometry.header_offset(slot)
+        )
+        self._endpoint.fence()
+        self._put(ctypes.addressof(self._doorbell), 8, ring + self.geometry.doorbell_offset(slot))
+        self._endpoint.flush(timeout_s)
+
+    def _put(self, source: int, num_bytes: int, remote: int) -> None:
+        if num_bytes:
+            self._endpoint.put(self._key, source, num_bytes, remote)
+
+    def _check(self, slot: int, payload: memoryview, header: SlotHeader) -> None:
+        rows, limit = header.num_rows, self.geometry.slot_tokens
+        if not 0 <= slot < self.geometry.slots:
+            raise ProtocolError(f"slot {slot} is not one of the ring's {self.geometry.slots}")
+        if rows > limit:
+            raise ProtocolError(f"{rows} rows do not fit a slot of {limit} rows")
+        if payload.nbytes != rows * self.geometry.row_bytes:
+            raise ProtocolError(
+                f"payload has {payload.nbytes} bytes, {rows} rows of "
+                f"{self.geometry.row_bytes} bytes were announced"
+            )
+
+    def transports(self) -> str:
+        """Return the UCX transports of the connection, for the log."""
+        return self._endpoint.transports()
+
+    def close(self, *, force: bool = False) -> None:
+        """Close the connection; `force` when the student may be dead."""
+        self._endpoint.close(force=force)
+
+
+def _address_of(view: memoryview) -> int:
+    """Return the address of a contiguous buffer, also of a read-only one."""
+    return int(np.frombuffer(view, dtype=np.uint8).ctypes.data) if view.nbytes else 0
