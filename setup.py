@@ -77,6 +77,7 @@ setup(
         "rich>=13.7",
         "typer>=0.15",
         "submitit>=1.5.4,<1.6",
+        "tomli-w>=1.0",
         "libucx-cu12>=1.17",
     ],
     extras_require={

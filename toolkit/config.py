@@ -1,9 +1,5 @@
 """The configuration of a run: one TOML file, frozen and typed, unknown keys refused."""
 
-import difflib
-import tomllib
-from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import (
@@ -14,11 +10,8 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    ValidationError,
     model_validator,
 )
-
-from toolkit.errors import InputError
 
 DType = Literal["float32", "bfloat16", "float16"]
 
@@ -81,6 +74,12 @@ class TeacherSection(ModelSection):
     replicas: PositiveInt = 1
 
 
+class StudentSection(ModelSection):
+    """The student; its parameters and optimizer state are kept in float32."""
+
+    dtype: Literal["float32"] = "float32"
+
+
 class LossSection(Section):
     """The distillation loss: `kd_weight * KD + ce_weight * CE`, a mean over labelled tokens."""
 
@@ -108,7 +107,7 @@ class OptimSection(Section):
     """AdamW, its schedule, and the size of a step."""
 
     lr: PositiveFloat = 1e-3
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[float, float] = Field(default=(0.9, 0.95), strict=False)
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.1
     clip_norm: PositiveFloat | None = 1.0
@@ -158,7 +157,7 @@ class Config(Section):
     run: RunSection
     data: DataSection
     teacher: TeacherSection
-    student: ModelSection
+    student: StudentSection
     loss: LossSection = LossSection()
     ring: RingSection = RingSection()
     optim: OptimSection = OptimSection()

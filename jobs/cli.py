@@ -1,0 +1,146 @@
+"""The command line. Heavy imports stand inside the commands, so that help comes at once."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from toolkit.errors import InputError
+
+app = typer.Typer(
+    name="disaggkd",
+    help="Distill large language models with teachers on nodes of their own.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+RunArgument = Annotated[Path, typer.Argument(help="Run folder.", metavar="RUN")]
+_EXIT_USAGE = 2
+
+
+@app.command()
+def run(
+    config: Annotated[Path, typer.Argument(help="Configuration, TOML.", metavar="CONFIG")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Override one key, for example optim.lr=3e-4.", metavar="KEY=V"),
+    ] = None,
+) -> None:
+    """Run on this machine, or go on with a run that was stopped."""
+    from jobs.local import LocalRun
+    from jobs.monitor.app import watching
+    from jobs.preflight import check_inputs
+    from jobs.run_folder import RunFolder
+    from toolkit.config_file import load_config
+
+    console = Console()
+    settings = load_config(config, overrides or [])
+    check_inputs(settings)
+    folder = RunFolder(Path(settings.run.folder))
+    folder.create(settings)
+    with folder.locked():
+        if folder.done.exists():
+            console.print(f"{folder.path} is done already")
+        else:
+            folder.begin()
+            with watching(folder, console) as refresh:
+                outcome = LocalRun(settings, folder).run(refresh)
+            if outcome.message:
+                console.print(outcome.message, markup=False, soft_wrap=True)
+            if outcome.exit_code:
+                raise typer.Exit(outcome.exit_code)
+    _print_result(folder.path, console)
+
+
+@app.command()
+def status(folder: RunArgument) -> None:
+    """Say where a run stands."""
+    from jobs.monitor.state import read_state
+    from jobs.monitor.view import summary
+    from jobs.run_folder import RunFolder
+
+    Console().print(summary(read_state(RunFolder(folder))))
+
+
+@app.command()
+def compare(
+    first: Annotated[Path, typer.Argument(help="Run folder.", metavar="RUN_A")],
+    second: Annotated[Path, typer.Argument(help="Run folder.", metavar="RUN_B")],
+    tolerance: Annotated[
+        float, typer.Option(help="Largest difference that still counts as equal.", min=0.0)
+    ] = 0.0,
+) -> None:
+    """Compare losses and final weights of two runs; exit code 1 if they differ by more."""
+    from jobs.monitor.view import comparison_table
+    from jobs.run_folder import RunFolder
+    from toolkit.training.compare import compare_runs
+
+    folders = RunFolder(first), RunFolder(second)
+    comparison, pairs = compare_runs(
+        (folders[0].metrics_file("student"), folders[1].metrics_file("student")),
+        (folders[0].checkpoints, folders[1].checkpoints),
+    )
+    Console().print(comparison_table(comparison, pairs, tolerance))
+    raise typer.Exit(0 if comparison.within(tolerance) else 1)
+
+
+@app.command()
+def prepare(
+    inputs: Annotated[
+        list[Path], typer.Argument(help="Text, JSONL or parquet files.", metavar="FILE...")
+    ],
+    tokenizer: Annotated[Path, typer.Option(help="Hugging Face folder with a tokenizer.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Token file to write (.bin).")],
+    text_key: Annotated[str, typer.Option(help="Key or column of the text.")] = "text",
+    eos_token: Annotated[
+        str | None, typer.Option(help="End-of-text token, where the tokenizer names none.")
+    ] = None,
+) -> None:
+    """Turn text into a token file."""
+    from toolkit.data.prepare import prepare as prepare_tokens
+
+    made = prepare_tokens(inputs, tokenizer, output, text_key=text_key, eos_token=eos_token)
+    Console().print(
+        f"{output}: {made.num_documents} documents, {made.num_tokens} tokens, {made.dtype}"
+    )
+
+
+@app.command(hidden=True)
+def role(
+    name: Annotated[str, typer.Argument(help="teacher or student")],
+    folder: Annotated[Path, typer.Option("--run", help="Run folder.")],
+    rank: Annotated[int, typer.Option(help="Which one of its role.")] = 0,
+    parent: Annotated[
+        int | None, typer.Option(help="End when this process, the parent, has ended.")
+    ] = None,
+) -> None:
+    """Be one process of a run."""
+    from jobs.processes import end_with_parent
+
+    if parent is not None:
+        end_with_parent(parent)
+    from jobs.roles import run_role
+
+    raise typer.Exit(run_role(name, rank, folder))
+
+
+def _print_result(folder: Path, console: Console) -> None:
+    from jobs.monitor.view import result_table
+    from jobs.run_folder import RunFolder
+
+    results = RunFolder(folder).results()
+    if results:
+        console.print(result_table(results))
+    console.print(f"run folder: {folder}", soft_wrap=True)
+
+
+def main() -> None:
+    """Run the command line; the user's mistakes end it with one message and exit code 2."""
+    try:
+        app()
+    except InputError as error:
+        Console(stderr=True).print(f"error: {error}", markup=False, soft_wrap=True)
+        sys.exit(_EXIT_USAGE)

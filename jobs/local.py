@@ -1,0 +1,150 @@
+"""The roles of a run as processes on this machine, started, watched and reaped."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+from jobs.run_folder import RunFolder
+from toolkit.config import Config
+
+_TICK_S = 0.2
+_GRACE_S = 5.0
+_EXIT_STOPPED = 75
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        exit_code: 0 done, 1 failed, 130 stopped by the user.
+        message: what to tell the user, or "".
+    """
+
+    exit_code: int
+    message: str = ""
+
+
+@dataclass
+class _Role:
+    name: str
+    rank: int
+    process: subprocess.Popen[bytes]
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} {self.rank}"
+
+
+class LocalRun:
+    """Supervises the processes of one run."""
+
+    def __init__(self, config: Config, folder: RunFolder) -> None:
+        self._config = config
+        self._folder = folder
+        self._roles: list[_Role] = []
+        self._stop_asked = 0
+
+    def run(self, on_tick: Callable[[], None] = lambda: None) -> Outcome:
+        """Start the roles, call `on_tick` several times a second, and return when all have ended.
+
+        SIGINT and SIGTERM save a checkpoint and end the run; a second one ends it at once.
+        """
+        teacher = self._config.teacher
+        replicas = teacher.replicas if teacher.placement == "disaggregated" else 0
+        with self._signals():
+            try:
+                for rank in range(replicas):
+                    self._start("teacher", rank)
+                student = self._start("student", 0)
+                self._watch(on_tick)
+                return self._outcome(student)
+            finally:
+                self._kill()
+
+    def _start(self, name: str, rank: int) -> _Role:
+        environment = os.environ | {
+            "OMP_NUM_THREADS": str(self._config.run.threads),
+            "OMP_WAIT_POLICY": "passive",
+            "PYTHONSAFEPATH": "1",
+        }
+        command = [sys.executable, "-m", "jobs", "role", name, "--run", str(self._folder.path)]
+        with self._folder.log_file(name, rank).open("ab") as log:
+            process = subprocess.Popen(
+                [*command, "--rank", str(rank), "--parent", str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,  # Ctrl-C reaches this process alone, which then decides
+            )
+        role = _Role(name, rank, process)
+        self._roles.append(role)
+        return role
+
+    def _watch(self, on_tick: Callable[[], None]) -> None:
+        """Return when all processes have ended, or have had their time to."""
+        grace_s = self._config.transport.dead_after_s + _GRACE_S
+        first_end: float | None = None
+        while any(role.process.poll() is None for role in self._roles):
+            on_tick()
+            time.sleep(_TICK_S)
+            if self._stop_asked > 1:
+                return
+            if first_end is None and any(r.process.poll() is not None for r in self._roles):
+                first_end = time.monotonic()
+            if first_end is not None and time.monotonic() - first_end > grace_s:
+                return
+        on_tick()
+
+    def _outcome(self, student: _Role) -> Outcome:
+        codes = [role.process.poll() for role in self._roles]
+        if self._stop_asked and student.process.poll() in (None, _EXIT_STOPPED):
+            return Outcome(130, "stopped; the same command goes on from the last checkpoint")
+        if all(code == 0 for code in codes):
+            return Outcome(0)
+        return Outcome(1, self._describe_failure())
+
+    def _describe_failure(self) -> str:
+        killed = [
+            f"{role.label} was ended by {signal.Signals(-role.process.returncode).name}"
+            for role in self._roles
+            if (role.process.returncode or 0) < 0
+        ]
+        failure = self._folder.failure()
+        if failure is not None:
+            noted = f"{failure['role']} {failure['rank']} failed: {failure['error']}"
+            return "\n".join([*killed, noted, f"logs are in {self._folder.logs}"])
+        if killed:
+            return "\n".join([*killed, f"logs are in {self._folder.logs}"])
+        role = next(r for r in self._roles if r.process.poll() != 0)
+        log = self._folder.log_file(role.name, role.rank)
+        tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-20:]
+        return "\n".join([f"{role.label} ended with {role.process.poll()}:", *tail])
+
+    def _kill(self) -> None:
+        for role in self._roles:
+            if role.process.poll() is None:
+                role.process.kill()
+            role.process.wait()
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        def ask(signum: int, frame: FrameType | None) -> None:
+            self._stop_asked += 1
+            for role in self._roles:
+                if role.name == "student" and role.process.poll() is None:
+                    role.process.terminate()
+
+        previous = {n: signal.signal(n, ask) for n in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)

@@ -1,0 +1,134 @@
+"""What lies where in a run folder, and how a run begins and ends in it."""
+
+import fcntl
+import json
+import os
+import shutil
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from toolkit.config import Config
+from toolkit.config_file import changes, dump_config, parse_config
+from toolkit.errors import InputError
+from transport.rendezvous import PEERS_FOLDER, RunKeys, write_atomically
+
+
+class RunFolder:
+    """The files of one run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config_file = path / "config.toml"
+        self.metrics = path / "metrics"
+        self.logs = path / "logs"
+        self.checkpoints = path / "checkpoints"
+        self.done = path / "done"
+        self.failed = path / "failed"
+        self.result = path / "result.json"
+
+    def metrics_file(self, role: str, rank: int = 0) -> Path:
+        """Return where a role writes its metrics."""
+        return self.metrics / f"{role}-{rank}.jsonl"
+
+    def log_file(self, role: str, rank: int = 0) -> Path:
+        """Return where a role's output goes."""
+        return self.logs / f"{role}-{rank}.log"
+
+    def load(self) -> Config:
+        """Read the run's configuration.
+
+        Raises:
+            InputError: this is no run folder.
+        """
+        try:
+            tables = tomllib.loads(self.config_file.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise InputError(f"{self.path} is no run folder: it has no config.toml") from error
+        return parse_config(tables, source=str(self.config_file))
+
+    def create(self, config: Config) -> None:
+        """Make the folder, or take up one that was begun with an equal configuration.
+
+        Raises:
+            InputError: the folder cannot be written, or belongs to another configuration.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if self.config_file.exists():
+                self._check_same(config)
+            self.logs.mkdir(exist_ok=True)
+            write_atomically(self.config_file, dump_config(config))
+            RunKeys.create(self.path)
+        except OSError as error:
+            raise InputError(
+                f"run.folder = {self.path} cannot be written: {error.strerror}"
+            ) from error
+
+    def begin(self) -> None:
+        """Clear what the processes of an earlier start have left; the lock must be held."""
+        shutil.rmtree(self.path / PEERS_FOLDER, ignore_errors=True)
+        self.failed.unlink(missing_ok=True)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep a second start of the same run out while this one goes on.
+
+        Raises:
+            InputError: the run is going on.
+        """
+        with (self.path / "lock").open("w") as stream:
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise InputError(
+                    f"{self.path} is in use by a run that is going on: stop it, or choose another "
+                    "run.folder"
+                ) from error
+            yield
+
+    def write_failure(self, role: str, rank: int, message: str, traceback: str) -> None:
+        """Note why the run failed; only the first failure is kept."""
+        text = json.dumps(
+            {"role": role, "rank": rank, "error": message, "traceback": traceback}, indent=1
+        )
+        temporary = self.path / f".failed.{os.getpid()}"
+        temporary.write_text(text + "\n", encoding="utf-8")
+        try:
+            os.link(temporary, self.failed)
+        except FileExistsError:
+            pass
+        finally:
+            temporary.unlink()
+
+    def failure(self) -> dict[str, Any] | None:
+        """Return what `write_failure` noted first, or None."""
+        return _read_json(self.failed)
+
+    def results(self) -> dict[str, Any]:
+        """Return the evaluations, by `before` and `after`, as far as they are made."""
+        return _read_json(self.result) or {}
+
+    def add_result(self, name: str, values: dict[str, Any]) -> None:
+        """Add one evaluation."""
+        text = json.dumps(self.results() | {name: values}, indent=1)
+        write_atomically(self.result, text + "\n")
+
+    def _check_same(self, config: Config) -> None:
+        differing = changes(self.load(), config)
+        if differing:
+            lines = "".join(f"\n  {c.key}: {c.old!r} there, {c.new!r} now" for c in differing)
+            raise InputError(
+                f"run.folder = {self.path} belongs to another configuration:{lines}\n"
+                "choose another run.folder, or remove this one"
+            )
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    return values
