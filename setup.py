@@ -82,9 +82,9 @@ setup(
     ],
     extras_require={
         "parquet": ["pyarrow>=15"],
+        "demo": ["accelerate", "gguf"],
         "dev": [
             "build",
-            "gguf",
             "hypothesis",
             "mypy",
             "psutil",

@@ -11,6 +11,7 @@ from types import FrameType
 
 import torch
 from transformers import PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from jobs.run_folder import RunFolder
 from toolkit.config import Config, ModelSection
@@ -65,6 +66,7 @@ def run_role(role: str, rank: int, folder: Path) -> int:
     logging.basicConfig(
         level=logging.INFO, stream=sys.stdout, format="%(asctime)s %(levelname)s %(message)s"
     )
+    disable_progress_bar()
     run_folder = RunFolder(folder)
     try:
         config = run_folder.load()

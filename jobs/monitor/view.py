@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
@@ -11,8 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from jobs.monitor.state import RunState
-from toolkit.training.compare import Comparison
 from toolkit.training.metrics import Record
+
+if TYPE_CHECKING:
+    from toolkit.training.compare import Comparison
 
 _BARS = "▁▂▃▄▅▆▇█"
 _CURVE_WIDTH = 48
@@ -69,7 +71,7 @@ def result_table(results: dict[str, Any]) -> Table:
 
 
 def comparison_table(
-    comparison: Comparison, pairs: Sequence[tuple[Record, Record]], tolerance: float
+    comparison: "Comparison", pairs: Sequence[tuple[Record, Record]], tolerance: float
 ) -> RenderableType:
     """Return some steps of both runs, and their largest differences."""
     table = Table("step", "loss A", "loss B", "difference")

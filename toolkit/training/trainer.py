@@ -61,7 +61,6 @@ class Trainer:
         self._checkpoints = checkpoints
         self._metrics = metrics
         self._optimizer = make_optimizer(student.model, config.optim)
-        self._saved_step: int | None = None
         self.step = 0
         """Number of finished steps."""
         self.tokens = 0
@@ -70,7 +69,7 @@ class Trainer:
         if newest is not None:
             state = checkpoints.load(newest, student.model, self._optimizer)
             self.step, self.tokens = state["step"], state["tokens"]
-            self._saved_step = self.step
+        self._saved_step = self.step  # of a run at its start there is nothing to save
 
     def train(self, should_stop: Callable[[], bool] = lambda: False) -> bool:
         """Train until the last step, or until `should_stop` says so after a step; then save.
