@@ -112,7 +112,7 @@ class LocalRun:
         return Outcome(1, self._describe_failure())
 
     def _describe_failure(self) -> str:
-        killed = [
+        lines = [
             f"{role.label} was ended by {signal.Signals(-role.process.returncode).name}"
             for role in self._roles
             if (role.process.returncode or 0) < 0
@@ -120,9 +120,9 @@ class LocalRun:
         failure = self._folder.failure()
         if failure is not None:
             noted = f"{failure['role']} {failure['rank']} failed: {failure['error']}"
-            return "\n".join([*killed, noted, f"logs are in {self._folder.logs}"])
-        if killed:
-            return "\n".join([*killed, f"logs are in {self._folder.logs}"])
+            lines += [noted, *failure["traceback"].splitlines()]
+        if lines:
+            return "\n".join([*lines, f"logs are in {self._folder.logs}"])
         role = next(r for r in self._roles if r.process.poll() != 0)
         log = self._folder.log_file(role.name, role.rank)
         tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-20:]

@@ -35,6 +35,7 @@ from toolkit.training.metrics import MetricsWriter
 from toolkit.training.student import DistilledStudent
 from toolkit.training.trainer import Trainer
 from transport.control import Liveness
+from transport.errors import TransportError
 from transport.layout import RingGeometry
 from transport.library import apply_settings, find_ucx, ucx_settings
 from transport.pool import TeacherPool
@@ -45,6 +46,8 @@ log = logging.getLogger(__name__)
 
 EXIT_DONE, EXIT_FAILED, EXIT_STOPPED = 0, 1, 75
 """Exit codes of a role; 75 (EX_TEMPFAIL): stopped as asked, with a checkpoint to go on from."""
+_EXPECTED = (InputError, TransportError, FloatingPointError)
+"""Errors whose message says all that the user can act on; of others the traceback is shown."""
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -66,7 +69,7 @@ def run_role(role: str, rank: int, folder: Path) -> int:
     logging.basicConfig(
         level=logging.INFO, stream=sys.stdout, format="%(asctime)s %(levelname)s %(message)s"
     )
-    disable_progress_bar()
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     run_folder = RunFolder(folder)
     try:
         config = run_folder.load()
@@ -76,10 +79,10 @@ def run_role(role: str, rank: int, folder: Path) -> int:
         return EXIT_STOPPED
     except Exception as error:
         log.exception("%s %d failed", role, rank)
-        message = (
-            str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
-        )
-        run_folder.write_failure(role, rank, message, traceback.format_exc())
+        expected = isinstance(error, _EXPECTED)
+        message = str(error) if expected else f"{type(error).__name__}: {error}"
+        trace = "" if expected else traceback.format_exc()
+        run_folder.write_failure(role, rank, message, trace)
         return EXIT_FAILED
 
 

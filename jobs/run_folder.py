@@ -90,7 +90,7 @@ class RunFolder:
             yield
 
     def write_failure(self, role: str, rank: int, message: str, traceback: str) -> None:
-        """Note why the run failed; only the first failure is kept."""
+        """Note why the run failed; only the first failure is kept, with its traceback or ""."""
         text = json.dumps(
             {"role": role, "rank": rank, "error": message, "traceback": traceback}, indent=1
         )

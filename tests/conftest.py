@@ -17,10 +17,11 @@ RUN_TIMEOUT_S = 100.0
 
 
 def _shared_memory() -> set[str]:
-    """Name every POSIX and System V shared-memory segment of this machine."""
-    posix = set(os.listdir("/dev/shm"))
-    lines = Path("/proc/sysvipc/shm").read_text().splitlines()[1:]
-    return posix | {f"sysv {line.split()[1]}" for line in lines}
+    """Name UCX's POSIX segments, and the System V segments that no process is attached to."""
+    posix = {name for name in os.listdir("/dev/shm") if name.startswith("ucx")}
+    lines = [line.split() for line in Path("/proc/sysvipc/shm").read_text().splitlines()]
+    attached = lines[0].index("nattch")
+    return posix | {f"sysv {line[1]}" for line in lines[1:] if line[attached] == "0"}
 
 
 def _processes(marker: str) -> list[psutil.Process]:

@@ -152,14 +152,14 @@ class ControlChannel:
         try:
             next_heartbeat = time.monotonic()
             while not self._stopping:
-                if time.monotonic() >= next_heartbeat:
-                    self._beat()
-                    next_heartbeat = time.monotonic() + self._liveness.heartbeat_s
                 pause_s = max(0.0, next_heartbeat - time.monotonic())
                 ready = self._poller.poll(int(1000 * pause_s) + 1)
                 for source, _ in ready:
                     self._receive(source)
                 self._run_calls()
+                if time.monotonic() >= next_heartbeat:  # after what waited has been received
+                    self._beat()
+                    next_heartbeat = time.monotonic() + self._liveness.heartbeat_s
             self._run_calls()
         except BaseException as error:
             for peer in list(self._peers):

@@ -5,7 +5,15 @@ Whatever does not match its declaration here is refused before anything acts on 
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, TypeAdapter, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    TypeAdapter,
+    ValidationError,
+)
 
 from transport.errors import ProtocolError
 
@@ -30,10 +38,10 @@ class Hello(_Message):
     protocol: int
     run: str
     rank: NonNegativeInt
-    slots: int
-    slot_tokens: int
-    hidden_size: int
-    item_bytes: int
+    slots: PositiveInt
+    slot_tokens: PositiveInt
+    hidden_size: PositiveInt
+    item_bytes: PositiveInt
     address: NonNegativeInt
     facts: dict[str, Any]
 
@@ -65,8 +73,8 @@ class Order(_Message):
     sequence: NonNegativeInt
     attempt: NonNegativeInt = 0
     slot: NonNegativeInt
-    batch: int = Field(ge=1)
-    length: int = Field(ge=1)
+    batch: PositiveInt
+    length: PositiveInt
 
     @property
     def num_tokens(self) -> int:

@@ -20,11 +20,15 @@ def write_atomically(path: Path, text: str, mode: int = 0o644) -> None:
     """Write a file so that a reader sees all of it or nothing."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.replace(path)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink()
+        raise
 
 
 @dataclass(frozen=True)

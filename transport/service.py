@@ -20,6 +20,8 @@ from transport.ucx import Worker
 
 log = logging.getLogger(__name__)
 
+_MAX_ERROR_CHARS = 8000  # a longer header than a control message may have would not be heard
+
 
 @dataclass(frozen=True)
 class Lost:
@@ -171,6 +173,7 @@ class TeacherService:
         reason = self._objection(hello)
         if reason is not None:
             self._channel.send(peer, Refuse(reason=reason))
+            self._channel.forget(peer)
             return
         geometry = RingGeometry(hello.slots, hello.slot_tokens, hello.hidden_size, hello.item_bytes)
         address, key = buffers
@@ -205,7 +208,7 @@ class TeacherService:
                 sequence=order.sequence,
                 attempt=order.attempt,
                 error=type(error).__name__,
-                message=str(error),
+                message=str(error)[:_MAX_ERROR_CHARS],
             )
             self._channel.send(name, failed)
             return

@@ -1,0 +1,109 @@
+"""Random inputs for the tests of the loss, and losses with gradients from them."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from toolkit.losses.distillation import LossOptions, LossSums, distillation_loss
+from toolkit.losses.reference import reference_loss
+from toolkit.models.heads import LMHead
+
+DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Arguments of the loss."""
+
+    student_hidden: Tensor
+    student_head: LMHead
+    teacher_hidden: Tensor
+    teacher_head: LMHead
+    labels: Tensor
+
+    def in_float64(self) -> "Case":
+        return Case(
+            self.student_hidden.double(),
+            _with_dtype(self.student_head, torch.float64),
+            self.teacher_hidden.double(),
+            _with_dtype(self.teacher_head, torch.float64),
+            self.labels,
+        )
+
+    def rows(self, part: slice) -> "Case":
+        return replace(
+            self,
+            student_hidden=self.student_hidden[part],
+            teacher_hidden=self.teacher_hidden[part],
+            labels=self.labels[part],
+        )
+
+
+def make_case(
+    tokens: int = 23,
+    vocab: int = 1003,
+    hidden: tuple[int, int] = (32, 48),
+    dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32),
+    bias: bool = True,
+    **contract: Any,
+) -> Case:
+    """Draw a case with every fifth token ignored; `contract` holds for both heads."""
+    generator = torch.Generator().manual_seed(tokens + vocab)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    labels = torch.randint(0, vocab, (tokens,), generator=generator)
+    labels[1::5] = -100
+    models: list[Any] = []
+    for size, dtype in zip(hidden, dtypes, strict=True):
+        weight = (2 * normal(vocab, size) / size**0.5).to(dtype)
+        head = LMHead(weight, normal(vocab).to(dtype) if bias else None, **contract)
+        models += [normal(tokens, size).to(dtype), head]
+    return Case(*models, labels)
+
+
+def fused(case: Case, options: LossOptions, **kwargs: Any) -> tuple[LossSums, list[Tensor]]:
+    """Return the windowed loss and the gradients of hidden states, weight and bias."""
+    return _with_gradients(distillation_loss, case, options, kwargs)
+
+
+def oracle(case: Case, options: LossOptions, **kwargs: Any) -> tuple[LossSums, list[Tensor]]:
+    """Return the same from full logits in float64."""
+    return _with_gradients(reference_loss, case.in_float64(), options, kwargs)
+
+
+def relative(actual: Tensor, expected: Tensor) -> float:
+    """Return the norm of the difference over the norm of what is expected."""
+    return float((actual.detach().double() - expected.detach()).norm() / expected.detach().norm())
+
+
+def options_for(divergence: str, **kwargs: Any) -> LossOptions:
+    """Return options in which every term takes part, unless told otherwise."""
+    return LossOptions(
+        divergence,
+        **{"beta": 0.3, "ce_weight": 0.5, "window_rows": 7, "shard_columns": 300} | kwargs,
+    )
+
+
+def _with_dtype(head: LMHead, dtype: torch.dtype) -> LMHead:
+    bias = None if head.bias is None else head.bias.to(dtype)
+    return replace(head, weight=head.weight.to(dtype), bias=bias)
+
+
+def _with_gradients(
+    loss: Any, case: Case, options: LossOptions, kwargs: dict[str, Any]
+) -> tuple[LossSums, list[Tensor]]:
+    head = case.student_head
+    hidden, weight = (
+        tensor.clone().requires_grad_() for tensor in (case.student_hidden, head.weight)
+    )
+    bias = None if head.bias is None else head.bias.clone().requires_grad_()
+    student = replace(head, weight=weight, bias=bias)
+    sums = loss(
+        hidden, student, case.teacher_hidden, case.teacher_head, case.labels, options, **kwargs
+    )
+    sums.loss.backward()
+    return sums, [leaf.grad for leaf in (hidden, weight, bias) if leaf is not None]

@@ -1,0 +1,113 @@
+"""What the front door refuses, and what it says."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from loss_cases import make_case, options_for
+
+from toolkit.config import LossSection
+from toolkit.errors import InputError
+from toolkit.losses.distillation import LossOptions, distillation_loss
+from toolkit.models.heads import LMHead
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"divergence": "tv"}, "divergence = 'tv': choose one of forward_kl, reverse_kl, jsd"),
+        ({"beta": 0.0}, r"beta = 0.0 .* forward_kl \(beta 0\)"),
+        ({"beta": 1.0}, r"beta = 1.0 .* reverse_kl \(beta 1\)"),
+        ({"temperature": 0.0}, "temperature = 0.0 must be positive"),
+        ({"temperature": float("nan")}, "temperature = nan"),
+        ({"kd_weight": -1.0}, "kd_weight = -1.0 must be 0 or more"),
+        ({"ce_weight": float("inf")}, "ce_weight = inf"),
+        ({"window_rows": 0}, "window_rows = 0 must be at least 1"),
+        ({"shard_columns": -4}, "shard_columns = -4"),
+    ],
+)
+def test_options(options, message):
+    with pytest.raises(InputError, match=message):
+        LossOptions(**{"divergence": "jsd"} | options)
+
+
+def test_options_take_the_section_of_the_configuration():
+    assert LossOptions(**LossSection().model_dump()) == LossOptions("forward_kl")
+
+
+def with_label(case, label):
+    labels = case.labels.clone()
+    labels[2] = label
+    return replace(case, labels=labels)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda case: with_label(case, 1003), r"label 1003 .* \[0, 1003\).* ignore_index = -100"),
+        (lambda case: with_label(case, -1), r"label -1 lies outside the vocabulary \[0, 1003\)"),
+        (
+            lambda case: replace(case, labels=case.labels[1:]),
+            r"labels have shape \[22\] .* give \[23\]",
+        ),
+        (lambda case: replace(case, labels=case.labels.int()), r"dtype torch.int32"),
+        (
+            lambda case: replace(case, teacher_head=LMHead(torch.zeros(1000, 48))),
+            "vocabulary of 1003, the teacher's of 1000",
+        ),
+        (
+            lambda case: replace(case, teacher_hidden=case.teacher_hidden[:9]),
+            "student has hidden states of 23 tokens, the teacher of 9",
+        ),
+        (
+            lambda case: replace(case, teacher_hidden=case.student_hidden),
+            r"teacher's hidden states have shape \[23, 32\]: its head needs \[tokens, 48\]",
+        ),
+        (
+            lambda case: replace(case, student_hidden=case.student_hidden[None]),
+            r"student's hidden states have shape \[1, 23, 32\]",
+        ),
+        (
+            lambda case: replace(case, student_hidden=case.student_hidden.bfloat16()),
+            "student's hidden states are torch.bfloat16 but its head is torch.float32",
+        ),
+        (
+            lambda case: replace(case, teacher_hidden=case.teacher_hidden.half()),
+            "teacher's hidden states are torch.float16: use",
+        ),
+        (
+            lambda case: replace(
+                case, student_head=replace(case.student_head, bias=torch.zeros(1003).double())
+            ),
+            "student's hidden states are torch.float32 but its head is torch.float64",
+        ),
+    ],
+)
+def test_tensors(change, message):
+    case = change(make_case())
+    with pytest.raises(InputError, match=message):
+        distillation_loss(
+            case.student_hidden,
+            case.student_head,
+            case.teacher_hidden,
+            case.teacher_head,
+            case.labels,
+            options_for("jsd"),
+        )
+
+
+@pytest.mark.parametrize("num_tokens", [0, torch.tensor(0), -3])
+def test_num_tokens(num_tokens):
+    case = make_case()
+    arguments = (case.student_hidden, case.student_head, case.teacher_hidden, case.teacher_head)
+    with pytest.raises(InputError, match=r"num_tokens = .* with 18 labelled tokens"):
+        distillation_loss(*arguments, case.labels, options_for("jsd"), num_tokens=num_tokens)
+
+
+def test_other_ignore_index():
+    case = with_label(make_case(), 5)
+    other = replace(case, labels=torch.where(case.labels == -100, 5, case.labels))
+    arguments = (case.student_hidden, case.student_head, case.teacher_hidden, case.teacher_head)
+    sums = distillation_loss(*arguments, other.labels, options_for("jsd", ignore_index=5))
+    ignored = torch.where(case.labels == 5, -100, case.labels)
+    assert sums == distillation_loss(*arguments, ignored, options_for("jsd"))

@@ -1,0 +1,173 @@
+"""Writes into a ring over every kind of UCX transport that one machine has."""
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+from transport_processes import (
+    GEOMETRY,
+    SPAWN,
+    WAIT_S,
+    Child,
+    contents,
+    header_of,
+    hold_ring,
+    write_messages,
+)
+
+from transport.errors import DeadlineError, ProtocolError, TransportError, UcxError
+from transport.layout import RingGeometry
+from transport.ring import Ring, RingWriter
+from transport.ucx import Worker
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+
+@pytest.mark.parametrize(
+    ("tls", "num_messages", "used"),
+    [
+        ("posix", 3000, "posix/memory"),
+        ("sysv", 3000, "sysv/memory"),
+        ("posix,cma", 3000, "posix/memory, cma/memory"),
+        ("tcp", 1000, "tcp/lo"),
+        (None, 3000, "memory"),
+    ],
+)
+def test_another_process_writes_messages(
+    start: Callable[..., Child],
+    set_ucx: Callable[[str | None], None],
+    tls: str | None,
+    num_messages: int,
+    used: str,
+) -> None:
+    set_ucx(tls)
+    geometry = RingGeometry(slots=3, slot_tokens=60, hidden_size=100, item_bytes=4)
+    credits = SPAWN.Semaphore(geometry.slots)
+    with Worker() as worker, Ring(worker, geometry) as ring:
+        worker.start_progress()
+        where = {"peer": worker.address, "address": ring.address, "key": ring.key}
+        writer = start(write_messages, geometry, where, num_messages, credits)
+        for sequence in range(num_messages):
+            payload = contents(geometry, sequence)
+            header = header_of(geometry, sequence, payload)
+            slot = sequence % geometry.slots
+            assert ring.wait(slot, sequence, header.attempt, WAIT_S)
+            assert ring.header(slot) == header
+            assert ring.payload(slot, header.num_rows) == payload
+            credits.release()
+        assert used in writer.result()
+
+
+class Pair(NamedTuple):
+    """A ring and a writer into it, both of this process."""
+
+    ring: Ring
+    writer: RingWriter
+
+
+@pytest.fixture
+def pair(nothing_left: None) -> Iterator[Pair]:
+    with Worker() as reader, Worker() as worker, Ring(reader, GEOMETRY) as ring:
+        reader.start_progress()
+        writer = RingWriter(
+            worker, GEOMETRY, peer=reader.address, address=ring.address, key=ring.key
+        )
+        yield Pair(ring, writer)
+        writer.close()
+
+
+def full_slot(value: int) -> bytes:
+    return bytes([value]) * (GEOMETRY.slot_tokens * GEOMETRY.row_bytes)
+
+
+def test_payload_is_the_memory_that_is_written(pair: Pair) -> None:
+    view = pair.ring.payload(2, GEOMETRY.slot_tokens)
+    sources = [memoryview(full_slot(1)), memoryview(bytearray(full_slot(2)))]  # one read-only
+    for sequence, source in enumerate(sources):
+        pair.writer.write(2, source, header_of(GEOMETRY, sequence, source), WAIT_S)
+        assert view == source
+
+
+def test_write_touches_its_slot_alone(pair: Pair) -> None:
+    payload = full_slot(255)
+    pair.writer.write(1, memoryview(payload), header_of(GEOMETRY, 0, payload), WAIT_S)
+    for slot in (0, 2, 3):
+        assert not any(pair.ring.payload(slot, GEOMETRY.slot_tokens))
+        assert not pair.ring.is_ready(slot, 0, 0)
+        with pytest.raises(ProtocolError, match="slot header says"):
+            pair.ring.header(slot)
+
+
+def test_doorbell_of_another_attempt_or_sequence_does_not_count(pair: Pair) -> None:
+    late = header_of(GEOMETRY, 8, b"")
+    pair.writer.write(0, memoryview(b""), late, WAIT_S)
+    assert pair.ring.is_ready(0, 8, late.attempt)
+    assert pair.ring.wait(0, 8, late.attempt, 0)
+    assert not pair.ring.is_ready(0, 8, late.attempt + 1)
+    assert not pair.ring.is_ready(0, 9, late.attempt)
+    start = time.monotonic()
+    assert not pair.ring.wait(0, 8, late.attempt + 1, 0.05)
+    assert 0.05 <= time.monotonic() - start < 1
+
+
+@pytest.mark.parametrize(
+    ("slot", "num_rows", "num_bytes", "message"),
+    [
+        (4, 1, 16, "slot 4 is not one of the ring's 4"),
+        (-1, 1, 16, "slot -1 is not one of the ring's 4"),
+        (0, 65, 65 * 16, "65 rows do not fit a slot of 64 rows"),
+        (0, 2, 16, "payload has 16 bytes, 2 rows of 16 bytes were announced"),
+        (0, 1, 17, "payload has 17 bytes, 1 rows of 16 bytes were announced"),
+    ],
+)
+def test_write_that_does_not_fit_is_refused(
+    pair: Pair, slot: int, num_rows: int, num_bytes: int, message: str
+) -> None:
+    payload = bytes([255]) * num_bytes
+    header = replace(header_of(GEOMETRY, 0, payload), num_rows=num_rows)
+    with pytest.raises(ProtocolError, match=message):
+        pair.writer.write(slot, memoryview(payload), header, WAIT_S)
+    for number in range(GEOMETRY.slots):
+        assert not any(pair.ring.payload(number, GEOMETRY.slot_tokens))
+        assert not pair.ring.is_ready(number, 0, 0)
+
+
+def test_closing_twice_is_harmless() -> None:
+    with Worker() as worker, Ring(worker, GEOMETRY) as ring:
+        writer = RingWriter(
+            worker, GEOMETRY, peer=worker.address, address=ring.address, key=ring.key
+        )
+        writer.close()
+        writer.close()
+        ring.close()
+        worker.close()
+
+
+@pytest.mark.parametrize(
+    ("number", "error"), [(signal.SIGSTOP, DeadlineError), (signal.SIGKILL, UcxError)]
+)
+def test_write_to_a_dead_reader_ends(
+    start: Callable[..., Child],
+    set_ucx: Callable[[str | None], None],
+    number: int,
+    error: type[TransportError],
+) -> None:
+    set_ucx("tcp")
+    geometry = RingGeometry(slots=1, slot_tokens=1 << 20, hidden_size=4, item_bytes=4)
+    payload = memoryview(bytes(geometry.slot_tokens * geometry.row_bytes))
+    ours, theirs = SPAWN.Pipe()
+    reader = start(hold_ring, geometry, theirs)
+    assert ours.poll(WAIT_S)
+    with Worker() as worker:
+        writer = RingWriter(worker, geometry, **ours.recv())
+        writer.write(0, payload, header_of(geometry, 0, payload), WAIT_S)
+        reader.signal(number)
+        start_s = time.monotonic()
+        with pytest.raises(error):
+            writer.write(0, payload, header_of(geometry, 1, payload), 0.5)
+        writer.close(force=True)
+        assert time.monotonic() - start_s < 1.5
+    reader.kill()
