@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from threading import Event
 from types import FrameType
 
 import torch
@@ -116,44 +117,60 @@ def run_teacher(config: Config, folder: RunFolder, index: int) -> int:
 
 def run_student(config: Config, folder: RunFolder, rank: int) -> int:
     """Train the student, evaluating it before and after."""
-    stop_asked: list[int] = []
-    _on_stop(lambda: stop_asked.append(1))
+    stop = Event()
+    _on_stop(stop.set)
     model = load_model(config.student)
     _check_model(model, "student", config)
     head = load_head(config.teacher)
     facts = teacher_facts(load_config(config.teacher), head, _digest(config.teacher))
     batches = _open_batches(config, model_vocab=head_of(model).vocab_size, facts=facts)
     student = DistilledStudent(model, head, config.loss, torch.device(config.run.device))
-    with (
-        MetricsWriter(folder.metrics_file("student", rank)) as metrics,
-        _open_teacher(config, folder, facts, rank, metrics) as teacher,
-    ):
-        trainer = Trainer(
-            config,
-            student,
-            teacher,
-            batches,
-            checkpoints=Checkpoints(folder.checkpoints, config.checkpoint.keep),
-            metrics=metrics,
-        )
+    with MetricsWriter(folder.metrics_file("student", rank)) as metrics:
+        try:
+            with _open_teacher(config, folder, facts, rank, metrics) as teacher:
+                done = _distill(config, folder, student, teacher, batches, metrics, stop)
+        except TransportError:  # when all are told to end at once, teachers may be gone first
+            if not stop.is_set():
+                raise
+            done = False
+        metrics.write("phase", phase="done" if done else "stopped")
+    if done:
+        folder.done.touch()
+    return EXIT_DONE if done else EXIT_STOPPED
 
-        def measure(when: str) -> None:
-            if when in folder.results() or not config.data.eval_rows:
-                return
+
+def _distill(
+    config: Config,
+    folder: RunFolder,
+    student: DistilledStudent,
+    teacher: TeacherSource,
+    batches: Batches,
+    metrics: MetricsWriter,
+    stop: Event,
+) -> bool:
+    """Evaluate, train, evaluate; return whether all is done."""
+    trainer = Trainer(
+        config,
+        student,
+        teacher,
+        batches,
+        checkpoints=Checkpoints(folder.checkpoints, config.checkpoint.keep),
+        metrics=metrics,
+    )
+
+    def measure(when: str) -> None:
+        if config.data.eval_rows and when not in folder.results():
             metrics.write("phase", phase=f"evaluation {when}")
-            held_out = _until(batches.held_out(), lambda: bool(stop_asked))
+            held_out = _until_stopped(batches.held_out(), stop)
             folder.add_result(when, asdict(evaluate(student, teacher, held_out)))
 
-        if trainer.step == 0:
-            measure("before")
-        metrics.write("phase", phase="training", step=trainer.step)
-        if not trainer.train(lambda: bool(stop_asked)):
-            metrics.write("phase", phase="stopped", step=trainer.step)
-            return EXIT_STOPPED
-        measure("after")
-        metrics.write("phase", phase="done", step=trainer.step)
-    folder.done.touch()
-    return EXIT_DONE
+    if trainer.step == 0:
+        measure("before")
+    metrics.write("phase", phase="training")
+    if not trainer.train(stop.is_set):
+        return False
+    measure("after")
+    return True
 
 
 def _open_teacher(
@@ -236,9 +253,9 @@ def _record_served(metrics: MetricsWriter, served: Served) -> None:
     metrics.write("served", **asdict(served))
 
 
-def _until(batches: Iterator[Batch], stop_asked: Callable[[], bool]) -> Iterator[Batch]:
+def _until_stopped(batches: Iterator[Batch], stop: Event) -> Iterator[Batch]:
     for batch in batches:
-        if stop_asked():
+        if stop.is_set():
             raise Stopped
         yield batch
 

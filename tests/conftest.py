@@ -1,114 +1,22 @@
-"""What all tests share: running the command line, and looking at what it leaves behind."""
+"""Fixtures that all tests share."""
 
-import os
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
-
-ROOT = Path(__file__).resolve().parent.parent
-TINY = ROOT / "examples" / "tiny.toml"
-RUN_TIMEOUT_S = 100.0
-
-
-def _shared_memory() -> set[str]:
-    """Name UCX's POSIX segments, and the System V segments that no process is attached to."""
-    posix = {name for name in os.listdir("/dev/shm") if name.startswith("ucx")}
-    lines = [line.split() for line in Path("/proc/sysvipc/shm").read_text().splitlines()]
-    attached = lines[0].index("nattch")
-    return posix | {f"sysv {line[1]}" for line in lines[1:] if line[attached] == "0"}
-
-
-def _processes(marker: str) -> list[psutil.Process]:
-    """Return the live processes whose command line holds `marker`."""
-    found = []
-    for process in psutil.process_iter(["cmdline", "status"]):
-        line = " ".join(process.info["cmdline"] or [])
-        if marker in line and process.info["status"] != psutil.STATUS_ZOMBIE:
-            found.append(process)
-    return found
-
-
-def _listening(processes: list[psutil.Process]) -> list[int]:
-    return [c.laddr.port for p in processes for c in p.net_connections("tcp")]
-
-
-class CommandLine:
-    """Runs `disaggkd` for real, in a folder of its own."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def start(self, *arguments: str | Path) -> subprocess.Popen[str]:
-        """Start a command; the caller waits for it."""
-        return subprocess.Popen(
-            [sys.executable, "-m", "jobs", *map(str, arguments)],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=os.environ | {"COLUMNS": "100"},
-        )
-
-    def __call__(self, *arguments: str | Path, expect: int = 0) -> str:
-        """Run a command to its end and return its output; its exit code must be `expect`."""
-        process = self.start(*arguments)
-        try:
-            output, _ = process.communicate(timeout=RUN_TIMEOUT_S)
-        finally:
-            process.kill()
-            process.wait()
-        assert process.returncode == expect, output
-        return output
-
-    def run_arguments(self, name: str, *overrides: str, steps: int = 6) -> list[str]:
-        """Return the arguments of a short run of the tiny example."""
-        settings = [f"run.folder={self.folder / name}", f"run.steps={steps}", *overrides]
-        return ["run", str(TINY), *(part for item in settings for part in ("--set", item))]
-
-    def run(self, name: str, *overrides: str, steps: int = 6, expect: int = 0) -> str:
-        """Run the tiny example for some steps in a run folder of this name."""
-        return self(*self.run_arguments(name, *overrides, steps=steps), expect=expect)
-
-    def children(self) -> list[psutil.Process]:
-        """Return the live processes that have to do with this folder."""
-        return _processes(str(self.folder))
-
-    def role(self, name: str, timeout_s: float = 60.0) -> psutil.Process:
-        """Return the process of a role of a run that goes on, as soon as it is there."""
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            for process in self.children():
-                if f"role {name}" in " ".join(process.cmdline()):
-                    return process
-            time.sleep(0.05)
-        raise AssertionError(f"no {name} was started")
-
-
-def wait_for(condition, timeout_s: float = 60.0, what: str = "the condition"):  # type: ignore[no-untyped-def]
-    """Return the first true value of `condition()`."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if value := condition():
-            return value
-        time.sleep(0.02)
-    raise AssertionError(f"{what} did not come true within {timeout_s} s")
+from command_line import CommandLine, listening_ports, shared_memory
 
 
 @pytest.fixture
 def disaggkd(tmp_path: Path) -> Iterator[CommandLine]:
     """The command line; fails a test that leaves a process, a port or shared memory behind."""
-    before = _shared_memory()
+    before = shared_memory()
     command = CommandLine(tmp_path)
     yield command
     left = command.children()
-    ports = _listening(left)
+    ports = listening_ports(left)
     for process in left:
         process.send_signal(signal.SIGKILL)
     assert not left, f"left behind: {left}, listening on {ports}"
-    assert _shared_memory() <= before
+    assert shared_memory() <= before

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tomli_w
-from conftest import ROOT, TINY, CommandLine
+from command_line import ROOT, TINY, CommandLine
 
 from toolkit.data.tokens import write_tokens
 

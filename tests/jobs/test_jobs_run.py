@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import CommandLine, wait_for
+from command_line import CommandLine, wait_for
 
 from toolkit.training.metrics import read_steps
 
@@ -109,6 +109,8 @@ def test_a_killed_process_ends_the_run_with_a_clear_error(
     assert not disaggkd.children()
     steps = sorted((folder / "checkpoints").glob("step-*"))
     assert steps  # from which the same command goes on
+    if survivor == "student":  # it has saved all that it had done
+        assert steps[-1].name == f"step-{_steps_done(folder):08d}"
     resumed = disaggkd.start(*disaggkd.run_arguments("run", *settings, steps=LONG))
     last = int(steps[-1].name.removeprefix("step-"))
     wait_for(lambda: _steps_done(folder) > last + 2, what="a step after the resume")

@@ -15,6 +15,7 @@ from toolkit.training.checkpoint import Checkpoints
 from toolkit.training.metrics import MetricsWriter
 from toolkit.training.schedule import learning_rate
 from toolkit.training.student import DistilledStudent
+from transport.errors import TransportError
 
 
 class Stopwatch:
@@ -76,20 +77,29 @@ class Trainer:
 
         Returns:
             Whether all steps are done.
+
+        Raises:
+            TransportError: the teachers are lost; the finished steps are saved.
+            FloatingPointError: loss or gradient is not finite; nothing of it is saved.
         """
         num_steps, every = self._config.run.steps, self._config.checkpoint.every_steps
         stream = self._teacher.stream(self._batches.training(self.step, num_steps))
         self._student.train()
-        while self.step < num_steps and not should_stop():
-            self._train_step(stream)
-            if every is not None and self.step % every == 0:
-                self.save()
-        if self._saved_step != self.step:
-            self.save()
+        try:
+            while self.step < num_steps and not should_stop():
+                self._train_step(stream)
+                if every is not None and self.step % every == 0:
+                    self._save()
+        except TransportError:
+            self._save()
+            raise
+        self._save()
         return self.step == num_steps
 
-    def save(self) -> None:
-        """Write a checkpoint of the finished steps."""
+    def _save(self) -> None:
+        """Write a checkpoint of the finished steps, unless there is one."""
+        if self._saved_step == self.step:
+            return
         self._checkpoints.save(
             self.step, self._student.model, self._optimizer, {"tokens": self.tokens}
         )
