@@ -70,6 +70,8 @@ setup(
     install_requires=[
         "torch>=2.6",
         "transformers>=5.0",
+        "tokenizers>=0.21",
+        "huggingface_hub>=1.0",
         "safetensors>=0.5",
         "numpy>=1.26",
         "pydantic>=2.8",
@@ -88,6 +90,7 @@ setup(
             "hypothesis",
             "mypy",
             "psutil",
+            "pyarrow>=15",
             "pytest",
             "pytest-cov",
             "pytest-timeout",

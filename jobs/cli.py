@@ -108,6 +108,19 @@ def prepare(
     )
 
 
+@app.command()
+def export(
+    folder: RunArgument,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write.")],
+) -> None:
+    """Write the student of a run's newest checkpoint as a Hugging Face folder."""
+    from jobs.export import export_run
+    from jobs.run_folder import RunFolder
+
+    checkpoint = export_run(RunFolder(folder), output)
+    Console().print(f"{output}: the student of {checkpoint}", soft_wrap=True)
+
+
 @app.command(hidden=True)
 def role(
     name: Annotated[str, typer.Argument(help="teacher or student")],

@@ -13,7 +13,7 @@ from pydantic import (
     model_validator,
 )
 
-DType = Literal["float32", "bfloat16", "float16"]
+DType = Literal["float32", "bfloat16"]
 
 
 class Section(BaseModel):

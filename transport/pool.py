@@ -7,8 +7,7 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from transport.control import ControlChannel, Liveness
 from transport.errors import (
@@ -19,6 +18,7 @@ from transport.errors import (
     RefusedError,
     TransportError,
 )
+from transport.handles import Handle
 from transport.layout import RingGeometry, SlotHeader, token_digest
 from transport.messages import (
     PROTOCOL_VERSION,
@@ -68,7 +68,7 @@ class _Outstanding:
     num_rows: int
 
 
-class TeacherPool:
+class TeacherPool(Handle):
     """Gives orders to teachers and takes their answers in the order of sequence.
 
     One order per free slot is all the back-pressure there is. Used from one thread.
@@ -140,26 +140,23 @@ class TeacherPool:
             return sorted(self._welcome)
 
     def _greet(self, known: set[str]) -> set[str]:
-        """Say hello to teachers that have published themselves since."""
+        """Say hello to teachers that have published themselves since; return their names."""
         geometry = self._ring.geometry
         hello = Hello(
             protocol=PROTOCOL_VERSION,
             run=self._keys.run,
             rank=self._rank,
-            slots=geometry.slots,
-            slot_tokens=geometry.slot_tokens,
-            hidden_size=geometry.hidden_size,
-            item_bytes=geometry.item_bytes,
+            **vars(geometry),
             address=self._ring.address,
             facts=self._facts,
         )
         new = {
-            name: record
+            name: record["endpoint"]
             for name, record in discover(self._folder).items()
             if name.startswith(_TEACHER_PREFIX) and name not in known
         }
-        for name, record in new.items():
-            self._channel.connect(name, record["endpoint"], self._identity)
+        for name, endpoint in new.items():
+            self._channel.connect(name, endpoint, self._identity)
             self._channel.send(name, hello, self._worker.address, self._ring.key)
         return set(new)
 
@@ -306,17 +303,6 @@ class TeacherPool:
 
     def _fail(self, error: TransportError) -> None:
         self._failure = self._failure or error
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _check_answer(item: _Outstanding, header: SlotHeader) -> None:

@@ -5,13 +5,12 @@ whole slot. Without the fence a third of the messages were torn or early in expe
 """
 
 import ctypes
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 
 from transport import ucx
 from transport.errors import DeadlineError, ProtocolError
+from transport.handles import Handle
 from transport.layout import (
     CACHE_LINE_BYTES,
     HEADER_BYTES,
@@ -21,7 +20,7 @@ from transport.layout import (
 )
 
 
-class Ring:
+class Ring(Handle):
     """The student's side: the memory, and the doorbells that announce what arrived in it."""
 
     def __init__(self, worker: ucx.Worker, geometry: RingGeometry) -> None:
@@ -66,17 +65,6 @@ class Ring:
     def close(self) -> None:
         """Give the memory back; views of it are invalid from here on."""
         self._region.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class RingWriter:

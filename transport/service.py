@@ -7,11 +7,11 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from transport.control import ControlChannel, Liveness
 from transport.errors import DeadlineError, PeerLostError, TransportError, UcxError
+from transport.handles import Handle
 from transport.layout import RingGeometry, SlotHeader, token_digest
 from transport.messages import PROTOCOL_VERSION, Bye, Failed, Hello, Message, Order, Refuse, Welcome
 from transport.rendezvous import RunKeys, publish, withdraw
@@ -59,7 +59,7 @@ Compute = Callable[[Order, list[bytes]], memoryview]
 """Computes an order: its three buffers in, the bytes of the wanted rows out."""
 
 
-class TeacherService:
+class TeacherService(Handle):
     """Serves the students of a run until all have said bye.
 
     Students are served round robin, the orders of each first in first out. Everything but the
@@ -260,14 +260,3 @@ class TeacherService:
             student.writer.close(force=force)
         except TransportError as error:
             log.warning("closing the connection to %s: %s", name, error)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()

@@ -7,10 +7,10 @@ regions, worker: finalizers would run at moments when UCX must not be called.
 import ctypes
 import re
 from functools import cache
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from transport.errors import DeadlineError, UcxError
+from transport.handles import Handle
 from transport.library import load_ucx
 
 _HANDLE = ctypes.c_void_p
@@ -97,7 +97,7 @@ def wait_word(address: int, value: int, timeout_s: float) -> None:
     _call("dkx_wait_word", address, value, _SPIN_NS, _MAX_NAP_NS, _ns(timeout_s))
 
 
-class Worker:
+class Worker(Handle):
     """A UCX context with one worker, to be used from any thread."""
 
     def __init__(self) -> None:
@@ -125,17 +125,6 @@ class Worker:
             _library().dkx_progress_stop(self._handle)
             _library().dkx_worker_close(self._handle)
             self._handle = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class Region:

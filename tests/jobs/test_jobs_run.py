@@ -9,8 +9,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from command_line import CommandLine, wait_for
 
+from toolkit.config import StudentSection
+from toolkit.models.load import load_model
+from toolkit.training.checkpoint import load_weights
 from toolkit.training.metrics import read_steps
 
 QUICK = ("transport.heartbeat_s=0.2", "transport.dead_after_s=2.0")
@@ -44,6 +48,14 @@ def test_placements_compute_the_same_bit_for_bit(disaggkd: CommandLine) -> None:
     assert re.search(r"is there, over .*(posix|sysv)/memory", _logs(folders[1]))
     again = disaggkd.run("one", "loss.ce_weight=0.5")
     assert "is done already" in again
+    disaggkd("export", folders[1], "-o", disaggkd.folder / "model")
+    exported = load_model(StudentSection(path=str(disaggkd.folder / "model"))).state_dict()
+    trained = load_weights(folders[1] / "checkpoints" / "step-00000006")
+    assert exported.keys() == trained.keys()
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in exported.items())
+    assert "exists; remove it" in disaggkd(
+        "export", folders[1], "-o", disaggkd.folder / "model", expect=2
+    )
     state = disaggkd("status", folders[1])
     assert "done" in state and "step 6/6" in state and "held-out tokens" in state
 

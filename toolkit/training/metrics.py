@@ -4,13 +4,14 @@ import json
 import os
 import time
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
+
+from transport.handles import Handle
 
 Record = dict[str, Any]
 
 
-class MetricsWriter:
+class MetricsWriter(Handle):
     """Appends records to a file; a reader never sees half of one that is followed by another."""
 
     def __init__(self, path: Path) -> None:
@@ -28,17 +29,6 @@ class MetricsWriter:
     def close(self) -> None:
         """Close the file."""
         self._stream.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class MetricsReader:
