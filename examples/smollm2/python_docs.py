@@ -16,6 +16,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 _SHORTEST = 200
+_LEFT_OUT = {"site-packages", "test", "tests", "idlelib", "lib2to3"}
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -36,7 +37,7 @@ def documents() -> Iterator[str]:
     """Yield every document once, in an order that depends on the Python version alone."""
     seen = set()
     library = Path(sysconfig.get_path("stdlib"))
-    files = sorted(p for p in library.rglob("*.py") if "site-packages" not in p.parts)
+    files = sorted(p for p in library.rglob("*.py") if not _LEFT_OUT & set(p.parts))
     texts = [topics[name] for name in sorted(topics)]
     for text in texts + [text for file in files for text in docstrings(file)]:
         cleaned = inspect.cleandoc(text)
