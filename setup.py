@@ -78,7 +78,6 @@ setup(
         "pyzmq>=26",
         "rich>=13.7",
         "typer>=0.15",
-        "submitit>=1.5.4,<1.6",
         "tomli-w>=1.0",
         "libucx-cu12>=1.17",
     ],

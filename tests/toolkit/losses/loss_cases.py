@@ -47,9 +47,13 @@ def make_case(
     hidden: tuple[int, int] = (32, 48),
     dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32),
     bias: bool = True,
+    spread: float = 2.0,
     **contract: Any,
 ) -> Case:
-    """Draw a case with every fifth token ignored; `contract` holds for both heads."""
+    """Draw a case with every fifth token ignored.
+
+    `spread` is the deviation of the logits but for the bias; `contract` holds for both heads.
+    """
     generator = torch.Generator().manual_seed(tokens + vocab)
 
     def normal(*shape: int) -> Tensor:
@@ -59,7 +63,7 @@ def make_case(
     labels[1::5] = -100
     models: list[Any] = []
     for size, dtype in zip(hidden, dtypes, strict=True):
-        weight = (2 * normal(vocab, size) / size**0.5).to(dtype)
+        weight = (spread * normal(vocab, size) / size**0.5).to(dtype)
         head = LMHead(weight, normal(vocab).to(dtype) if bias else None, **contract)
         models += [normal(tokens, size).to(dtype), head]
     return Case(*models, labels)
