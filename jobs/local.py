@@ -56,19 +56,18 @@ class LocalRun:
 
         SIGINT and SIGTERM save a checkpoint and end the run; a second one ends it at once.
         """
-        teacher = self._config.teacher
-        replicas = teacher.replicas if teacher.placement == "disaggregated" else 0
         with self._signals():
             try:
-                for rank in range(replicas):
+                for rank in range(self._config.num_teachers):
                     self._start("teacher", rank)
-                student = self._start("student", 0)
+                for rank in range(self._config.student.replicas):
+                    self._start("student", rank)
                 self._watch(on_tick)
-                return self._outcome(student)
+                return self._outcome()
             finally:
                 self._kill()
 
-    def _start(self, name: str, rank: int) -> _Role:
+    def _start(self, name: str, rank: int) -> None:
         environment = os.environ | {
             "OMP_NUM_THREADS": str(self._config.run.threads),
             "OMP_WAIT_POLICY": "passive",
@@ -84,9 +83,7 @@ class LocalRun:
                 env=environment,
                 start_new_session=True,  # Ctrl-C reaches this process alone, which then decides
             )
-        role = _Role(name, rank, process)
-        self._roles.append(role)
-        return role
+        self._roles.append(_Role(name, rank, process))
 
     def _watch(self, on_tick: Callable[[], None]) -> None:
         """Return when all processes have ended, or have had their time to."""
@@ -103,9 +100,10 @@ class LocalRun:
                 return
         on_tick()
 
-    def _outcome(self, student: _Role) -> Outcome:
+    def _outcome(self) -> Outcome:
         codes = [role.process.poll() for role in self._roles]
-        if self._stop_asked and student.process.poll() in (None, _EXIT_STOPPED):
+        students = {role.process.poll() for role in self._roles if role.name == "student"}
+        if self._stop_asked and students <= {None, _EXIT_STOPPED}:
             return Outcome(130, "stopped; the same command goes on from the last checkpoint")
         if all(code == 0 for code in codes):
             return Outcome(0)

@@ -78,6 +78,8 @@ class StudentSection(ModelSection):
     """The student; its parameters and optimizer state are kept in float32."""
 
     dtype: Literal["float32"] = "float32"
+    replicas: PositiveInt = 1
+    """Data-parallel ranks; each trains on micro-batches of its own."""
 
 
 class LossSection(Section):
@@ -130,8 +132,8 @@ class CheckpointSection(Section):
 class TransportSection(Section):
     """UCX and the control channel."""
 
-    interface: str = "lo"
-    """Network interface of UCX and of the control channel; `lo` for runs on one machine."""
+    interface: str | None = None
+    """Network interface of all traffic; without it `lo`, which reaches this machine alone."""
     tls: str | None = None
     """UCX_TLS, for example `posix` or `tcp`; by default UCX chooses."""
     heartbeat_s: PositiveFloat = 1.0
@@ -174,6 +176,16 @@ class Config(Section):
                 " or lower data.sequence_length or data.batch_size"
             )
         return self
+
+    @property
+    def num_teachers(self) -> int:
+        """Teacher processes of the run."""
+        return self.teacher.replicas if self.teacher.placement == "disaggregated" else 0
+
+    @property
+    def interface(self) -> str:
+        """Network interface of all traffic of the run."""
+        return self.transport.interface or "lo"
 
     @property
     def slot_tokens(self) -> int:

@@ -1,8 +1,12 @@
 """How the processes of a run find and trust each other: files in the run folder."""
 
+import fcntl
 import json
 import os
+import socket
 import stat
+import struct
+import time
 import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,10 +14,12 @@ from typing import Any, Self
 
 import zmq
 
-from transport.errors import TransportError
+from transport.errors import DeadlineError, TransportError
 
 SECRET_FILE = "secret"
 PEERS_FOLDER = "peers"
+_POLL_S = 0.05
+_SIOCGIFADDR = 0x8915
 
 
 def write_atomically(path: Path, text: str, mode: int = 0o644) -> None:
@@ -87,3 +93,36 @@ def discover(folder: Path) -> dict[str, dict[str, Any]]:
         except FileNotFoundError:  # withdrawn between the listing and the reading
             continue
     return found
+
+
+def wait_for(folder: Path, name: str, timeout_s: float) -> dict[str, Any]:
+    """Return what `name` has published, as soon as it has.
+
+    Raises:
+        DeadlineError: it had not within `timeout_s`.
+    """
+    deadline = time.monotonic() + timeout_s
+    while name not in (found := discover(folder)):
+        if time.monotonic() > deadline:
+            raise DeadlineError(f"{name} did not come within {timeout_s:g} s; see its log")
+        time.sleep(_POLL_S)
+    return found[name]
+
+
+def interface_address(interface: str) -> str:
+    """Return the IPv4 address of a network interface of this machine.
+
+    Raises:
+        TransportError: there is no such interface, or it has no address.
+    """
+    request = struct.pack("256s", interface.encode()[:15])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+        except OSError as error:
+            names = ", ".join(name for _, name in socket.if_nameindex())
+            raise TransportError(
+                f"network interface {interface!r} has no address on {socket.gethostname()} "
+                f"({error.strerror}); it has {names}: set transport.interface"
+            ) from error
+    return socket.inet_ntoa(answer[20:24])

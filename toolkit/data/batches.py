@@ -58,8 +58,19 @@ class Batches:
         seed: int,
         accumulation: int = 1,
         vocab_size: int,
+        rank: int = 0,
+        num_ranks: int = 1,
     ) -> None:
         """Check that the file serves the section and a model of `vocab_size` tokens.
+
+        Args:
+            tokens: the file.
+            section: how it is cut.
+            seed: names the order.
+            accumulation: micro-batches of a step on each rank.
+            vocab_size: number of token ids that the models know.
+            rank: which of the ranks that share the micro-batches of a step in turn.
+            num_ranks: how many there are.
 
         Raises:
             InputError: if the file has a larger vocabulary or too few tokens, or if documents are
@@ -72,33 +83,39 @@ class Batches:
         self._seed = seed
         self._accumulation = accumulation
         self._vocab_size = vocab_size
+        self._rank = rank
+        self._num_ranks = num_ranks
         self._num_samples = _num_samples(tokens, section)
         self._num_trained = self._num_samples - section.eval_rows
 
     def training(self, start_step: int, num_steps: int) -> Iterator[Batch]:
-        """Yield the micro-batches of the steps from `start_step` up to `num_steps`, in order.
+        """Yield this rank's micro-batches of the steps from `start_step` up to `num_steps`.
 
         Row `r` of micro-batch `m` is number `m*B + r` of the order, so the step is all there is
-        to resume.
+        to resume; the ranks take the micro-batches in turn.
 
         Raises:
             InputError: if a row holds an id outside the vocabulary, or a step has no label.
         """
-        step_rows = self._section.batch_size * self._accumulation
+        step_batches = self._accumulation * self._num_ranks
+        step_rows = self._section.batch_size * step_batches
         for step in range(start_step, num_steps):
             places = range(step * step_rows, (step + 1) * step_rows)
             samples = [sample_index(self._seed, place, self._num_trained) for place in places]
-            yield from self._cut(samples, step * self._accumulation)
+            for batch in self._cut(samples, step * step_batches):
+                if batch.index % self._num_ranks == self._rank:
+                    yield batch
 
     def held_out(self) -> Iterator[Batch]:
-        """Yield the last `eval_rows` samples in order, each batch a step of its own.
+        """Yield this rank's share of the last `eval_rows` samples, each batch a step of its own.
 
         Raises:
             InputError: if a row holds an id outside the vocabulary, or a step has no label.
         """
         samples = range(self._num_trained, self._num_samples)
         for index, first in enumerate(range(0, len(samples), self._section.batch_size)):
-            yield from self._cut(samples[first : first + self._section.batch_size], index)
+            if index % self._num_ranks == self._rank:
+                yield from self._cut(samples[first : first + self._section.batch_size], index)
 
     def _cut(self, samples: Sequence[int], index: int) -> Iterator[Batch]:
         """Yield the micro-batches, `index` first, of a step that consists of these samples."""

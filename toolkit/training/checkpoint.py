@@ -17,6 +17,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
+from toolkit.training.ranks import ALONE, Ranks
+
 _STATE_FILE = "state.json"
 _TENSORS = "tensors"
 
@@ -24,10 +26,11 @@ _TENSORS = "tensors"
 class Checkpoints:
     """The checkpoints of a run, `step-*` folders; the newest whole one counts."""
 
-    def __init__(self, folder: Path, keep: int) -> None:
-        """Use `folder`, keeping the newest `keep` checkpoints."""
+    def __init__(self, folder: Path, keep: int, ranks: Ranks = ALONE) -> None:
+        """Use `folder`, keeping the newest `keep` checkpoints; `ranks` save and load together."""
         self._folder = folder
         self._keep = keep
+        self._ranks = ranks
 
     def save(
         self, step: int, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]
@@ -42,15 +45,21 @@ class Checkpoints:
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         final = self._folder / f"step-{step:08d}"
-        temporary = self._folder / f".{final.name}.{uuid.uuid4().hex}"
-        _quietly(save, _tensors(model, optimizer), checkpoint_id=temporary / _TENSORS)
-        text = json.dumps({"step": step, "torch": torch.__version__, **state}, indent=1)
+        temporary = self._folder / self._ranks.share(f".{final.name}.{uuid.uuid4().hex}")
+        tensors = self._tensors(model, optimizer)
+        _quietly(save, tensors, checkpoint_id=temporary / _TENSORS)
+        if self._ranks.is_first:
+            self._finish(temporary, final, {"step": step, **state})
+        self._ranks.wait()
+        return final
+
+    def _finish(self, temporary: Path, final: Path, state: dict[str, Any]) -> None:
+        text = json.dumps(state | {"torch": torch.__version__}, indent=1)
         (temporary / _STATE_FILE).write_text(text + "\n", encoding="utf-8")
         if final.exists():  # the same step, saved by a run that was resumed from an older one
             shutil.rmtree(final)
         os.replace(temporary, final)
         self._remove_old()
-        return final
 
     def latest(self) -> Path | None:
         """Return the newest whole checkpoint, or None."""
@@ -59,7 +68,7 @@ class Checkpoints:
 
     def load(self, path: Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         """Load a checkpoint in place and return the JSON values beside it."""
-        tensors = _tensors(model, optimizer)
+        tensors = self._tensors(model, optimizer)
         _quietly(load, tensors, checkpoint_id=path / _TENSORS)
         set_state_dict(
             model,
@@ -67,9 +76,14 @@ class Checkpoints:
             model_state_dict=tensors["model"],
             optim_state_dict=tensors["optimizer"],
         )
-        torch.set_rng_state(tensors["rng"])
+        torch.set_rng_state(tensors["random"][str(self._ranks.rank)])
         state: dict[str, Any] = json.loads((path / _STATE_FILE).read_text(encoding="utf-8"))
         return state
+
+    def _tensors(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        random = {str(self._ranks.rank): torch.get_rng_state()}
+        return {"model": model_state, "optimizer": optimizer_state, "random": random}
 
     def _whole(self) -> list[Path]:
         return sorted(path.parent for path in self._folder.glob(f"step-*/{_STATE_FILE}"))
@@ -92,11 +106,6 @@ def load_weights(path: Path) -> dict[str, torch.Tensor]:
     }
     _quietly(load, weights, storage_reader=reader)
     return {name.removeprefix("model."): tensor for name, tensor in weights.items()}
-
-
-def _tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    return {"model": model_state, "optimizer": optimizer_state, "rng": torch.get_rng_state()}
 
 
 def _quietly(call: Any, *arguments: Any, **options: Any) -> None:

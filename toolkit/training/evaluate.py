@@ -1,13 +1,15 @@
 """How far the student is from the teacher on tokens that it never trains on."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 
 from toolkit.data.batches import Batch
 from toolkit.teacher.sources import TeacherSource
+from toolkit.training.ranks import Ranks
 from toolkit.training.student import DistilledStudent
 
 
@@ -30,18 +32,29 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(
-    student: DistilledStudent, teacher: TeacherSource, batches: Iterable[Batch]
-) -> Evaluation:
-    """Compare student and teacher on batches, at least one."""
+    student: DistilledStudent,
+    teacher: TeacherSource,
+    batches: Iterable[Batch],
+    ranks: Ranks,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Evaluation | None:
+    """Compare student and teacher on the batches of all ranks, at least one.
+
+    Returns:
+        The means over all batches, or None if a rank should stop before the end.
+    """
     was_training = student.training
     student.eval()
     kd = ce = 0.0
     agreed = num_tokens = 0
-    for batch, states in teacher.stream(batches):
+    for batch, states in teacher.stream(takewhile(lambda batch: not should_stop(), batches)):
         sums = student(batch, states)
         kd += sums.kd.item()
         ce += sums.ce.item()
         agreed += student.agreement(batch, states)
         num_tokens += sums.num_tokens
     student.train(was_training)
-    return Evaluation(kd / num_tokens, math.exp(ce / num_tokens), agreed / num_tokens, num_tokens)
+    kd, ce, agreement, tokens, stopping = ranks.sum(kd, ce, agreed, num_tokens, should_stop())
+    if stopping:
+        return None
+    return Evaluation(kd / tokens, math.exp(ce / tokens), agreement / tokens, int(tokens))

@@ -62,6 +62,11 @@ class DistilledStudent(nn.Module):
         )
         return states[batch.rows.to(device)]
 
+    def no_states(self, batch: Batch) -> Tensor:
+        """Return zeros in place of the teacher's hidden states of a batch, `[R, Ht]`."""
+        weight = self._teacher_head.weight
+        return weight.new_zeros(batch.num_tokens, weight.shape[1])
+
     def agreement(self, batch: Batch, teacher_states: Tensor) -> int:
         """Return for how many labelled rows student and teacher choose the same token."""
         count = top1_agreement(

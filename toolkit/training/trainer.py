@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from toolkit.config import Config, OptimSection
 from toolkit.data.batches import Batch, Batches
+from toolkit.losses.distillation import LossSums
 from toolkit.teacher.sources import TeacherSource
 from toolkit.training.checkpoint import Checkpoints
 from toolkit.training.metrics import MetricsWriter
+from toolkit.training.ranks import Ranks
 from toolkit.training.schedule import learning_rate
 from toolkit.training.student import DistilledStudent
 from transport.errors import TransportError
@@ -44,6 +46,7 @@ class Trainer:
         *,
         checkpoints: Checkpoints,
         metrics: MetricsWriter,
+        ranks: Ranks,
     ) -> None:
         """Make the optimizer and resume from the newest whole checkpoint, if there is one.
 
@@ -54,6 +57,7 @@ class Trainer:
             batches: where micro-batches come from.
             checkpoints: where the state is kept.
             metrics: where a record of every step goes.
+            ranks: the ranks that train this student together.
         """
         self._config = config
         self._student = student
@@ -61,6 +65,7 @@ class Trainer:
         self._batches = batches
         self._checkpoints = checkpoints
         self._metrics = metrics
+        self._ranks = ranks
         self._optimizer = make_optimizer(student.model, config.optim)
         self.step = 0
         """Number of finished steps."""
@@ -71,9 +76,14 @@ class Trainer:
             state = checkpoints.load(newest, student.model, self._optimizer)
             self.step, self.tokens = state["step"], state["tokens"]
         self._saved_step = self.step  # of a run at its start there is nothing to save
+        self._replica = ranks.replicate(student)
+        if ranks.size > 1:
+            self._rehearse(next(batches.training(self.step, self.step + 1)))
 
     def train(self, should_stop: Callable[[], bool] = lambda: False) -> bool:
         """Train until the last step, or until `should_stop` says so after a step; then save.
+
+        All ranks stop after the same step, as soon as one of them should.
 
         Returns:
             Whether all steps are done.
@@ -86,15 +96,27 @@ class Trainer:
         stream = self._teacher.stream(self._batches.training(self.step, num_steps))
         self._student.train()
         try:
-            while self.step < num_steps and not should_stop():
-                self._train_step(stream)
+            stopping = self._ranks.sum(should_stop())[0] > 0
+            while self.step < num_steps and not stopping:
+                stopping = self._train_step(stream, should_stop)
                 if every is not None and self.step % every == 0:
                     self._save()
         except TransportError:
-            self._save()
+            if self._ranks.size == 1:  # several would have to agree, and some may be gone
+                self._save()
             raise
         self._save()
         return self.step == num_steps
+
+    def _rehearse(self, batch: Batch) -> None:
+        """Let DDP arrange its buckets, as it does after the first backward, before the first step.
+
+        Which numbers lie in one bucket decides the order in which the ranks' gradients are added:
+        a resumed run must not have a first step of its own.
+        """
+        with torch.random.fork_rng(devices=[]):
+            torch.autograd.backward(self._replica(batch, self._student.no_states(batch)).loss)
+        self._optimizer.zero_grad(set_to_none=True)
 
     def _save(self) -> None:
         """Write a checkpoint of the finished steps, unless there is one."""
@@ -105,38 +127,43 @@ class Trainer:
         )
         self._saved_step = self.step
 
-    def _train_step(self, stream: Iterator[tuple[Batch, Tensor]]) -> None:
+    def _train_step(
+        self, stream: Iterator[tuple[Batch, Tensor]], should_stop: Callable[[], bool]
+    ) -> bool:
+        """Do one step; return whether some rank should stop."""
         watch, optim = Stopwatch(), self._config.optim
         waited_before, bytes_before = self._teacher.wait_s, self._teacher.num_bytes
         ready = self._teacher.num_ready
-        sums = {"loss": 0.0, "kd": 0.0, "ce": 0.0}
-        tokens = 0
-        for batch, states in islice(stream, optim.accumulation):
+        own = [0.0, 0.0, 0.0, 0.0]
+        for number, (batch, states) in enumerate(islice(stream, optim.accumulation), 1):
             watch.lap("teacher_s")
-            loss, kd, ce, num_tokens = self._student(batch, states)
-            watch.lap("forward_s")
-            loss.backward()
+            with self._ranks.averaging(self._replica, number == optim.accumulation):
+                sums: LossSums = self._replica(batch, states)
+                watch.lap("forward_s")
+                torch.autograd.backward(sums.loss * self._ranks.size)  # a sum, not a mean
             watch.lap("backward_s")
-            tokens += num_tokens
-            for name, value in (("loss", loss), ("kd", kd), ("ce", ce)):
-                sums[name] += value.item()
+            parts = (sums.loss.item(), sums.kd.item(), sums.ce.item(), sums.num_tokens)
+            own = [total + part for total, part in zip(own, parts, strict=True)]
         lr = learning_rate(self.step, self._config.run.steps, optim)
         grad_norm = self._update(lr)
         watch.lap("optimizer_s")
         self.step += 1
-        self.tokens += tokens
+        loss, kd, ce, tokens, stopping = self._ranks.sum(*own, should_stop())
+        watch.lap("ranks_s")
+        self.tokens += int(tokens)
         self._record(
             watch,
-            loss=sums["loss"],
-            kd=sums["kd"] / tokens,
-            ce=sums["ce"] / tokens,
+            loss=loss,
+            kd=kd / tokens,
+            ce=ce / tokens,
             grad_norm=grad_norm,
             lr=lr,
-            step_tokens=tokens,
+            step_tokens=int(tokens),
             wait_s=self._teacher.wait_s - waited_before,
             num_bytes=self._teacher.num_bytes - bytes_before,
             ring_ready=ready,
         )
+        return stopping > 0
 
     def _update(self, lr: float) -> float:
         """Clip, step, and return the norm that the gradient had."""

@@ -17,6 +17,7 @@ from toolkit.training.checkpoint import Checkpoints, load_weights
 from toolkit.training.compare import compare_runs
 from toolkit.training.evaluate import evaluate
 from toolkit.training.metrics import MetricsReader, MetricsWriter, read_steps
+from toolkit.training.ranks import ALONE
 from toolkit.training.schedule import learning_rate
 
 
@@ -115,7 +116,8 @@ def test_evaluation_equals_full_logits(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, "data.eval_rows=6")
     student = make_student(config)
     teacher, batches = make_teacher(config), make_batches(config, student)
-    result = evaluate(student, teacher, batches.held_out())
+    result = evaluate(student, teacher, batches.held_out(), ALONE)
+    assert result is not None
     kd = ce = 0.0
     agreed = count = 0
     head, teacher_head = head_of(student.model), load_head(config.teacher)
@@ -132,6 +134,7 @@ def test_evaluation_equals_full_logits(tmp_path: Path) -> None:
     assert result.perplexity == pytest.approx(math.exp(ce / count), rel=1e-5)
     assert result.agreement == agreed / count
     assert student.training
+    assert evaluate(student, teacher, batches.held_out(), ALONE, lambda: True) is None
 
 
 def _fake_run(folder: Path, losses: list[float]) -> tuple[Path, Path]:

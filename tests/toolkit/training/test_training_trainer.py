@@ -56,7 +56,7 @@ def test_a_run_killed_after_a_checkpoint_does_the_lost_steps_again(
         pass
 
     def kill(step: int) -> bool:
-        if step == 3:
+        if step == 4:
             raise Killed  # the checkpoint of step 2 is all that is left
         return False
 
@@ -124,7 +124,7 @@ def test_every_step_is_recorded(whole: Path) -> None:
     steps = read_steps(whole / "metrics.jsonl")
     assert list(steps) == [1, 2, 3, 4, 5]
     last = steps[5]
-    parts = ("teacher_s", "forward_s", "backward_s", "optimizer_s")
+    parts = ("teacher_s", "forward_s", "backward_s", "optimizer_s", "ranks_s")
     assert sum(last[part] for part in parts) == pytest.approx(last["step_s"])
     assert last["tokens"] == sum(record["step_tokens"] for record in steps.values())
     assert last["loss"] == pytest.approx(last["kd"], rel=1e-5)

@@ -14,6 +14,7 @@ from toolkit.models.load import body_of, load_model
 from toolkit.teacher.sources import ColocatedTeacher, TeacherBody
 from toolkit.training.checkpoint import Checkpoints
 from toolkit.training.metrics import MetricsWriter
+from toolkit.training.ranks import ALONE
 from toolkit.training.student import DistilledStudent
 from toolkit.training.trainer import Trainer
 
@@ -59,6 +60,7 @@ def train(config: Config, should_stop: Callable[[int], bool] = lambda step: Fals
             make_batches(config, student),
             checkpoints=Checkpoints(folder / "checkpoints", config.checkpoint.keep),
             metrics=metrics,
+            ranks=ALONE,
         )
         trainer.train(lambda: should_stop(trainer.step))
     return trainer
