@@ -1,6 +1,8 @@
 """The command line. Heavy imports stand inside the commands, so that help comes at once."""
 
+import shlex
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -17,18 +19,17 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+ConfigArgument = Annotated[Path, typer.Argument(help="Configuration, TOML.", metavar="CONFIG")]
+OverrideOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Override one key, for example optim.lr=3e-4.", metavar="KEY=V"),
+]
 RunArgument = Annotated[Path, typer.Argument(help="Run folder.", metavar="RUN")]
 _EXIT_USAGE = 2
 
 
 @app.command()
-def run(
-    config: Annotated[Path, typer.Argument(help="Configuration, TOML.", metavar="CONFIG")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="Override one key, for example optim.lr=3e-4.", metavar="KEY=V"),
-    ] = None,
-) -> None:
+def run(config: ConfigArgument, overrides: OverrideOption = None) -> None:
     """Run on this machine, or go on with a run that was stopped."""
     from jobs.local import LocalRun
     from jobs.monitor.app import watching
@@ -56,6 +57,52 @@ def run(
 
 
 @app.command()
+def submit(
+    config: ConfigArgument,
+    overrides: OverrideOption = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the batch file, queue nothing.")
+    ] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Follow the run to its end.")] = False,
+) -> None:
+    """Queue one heterogeneous Slurm job, or go on with a run that has ended too early."""
+    from jobs.monitor.app import follow
+    from jobs.run_folder import RunFolder
+    from jobs.slurm.submit import dry_run_text, submit_run
+    from toolkit.config_file import load_config
+
+    settings = load_config(config, overrides or [])
+    if dry_run:
+        print(dry_run_text(settings), end="")
+        return
+    folder = RunFolder(Path(settings.run.folder))
+    Console().print(submit_run(settings, folder), soft_wrap=True)
+    if wait:
+        state = follow(folder, Console())
+        _print_result(folder.path, Console())
+        raise typer.Exit(0 if state.done else 1)
+
+
+@app.command()
+def sbatch(
+    config: ConfigArgument,
+    overrides: OverrideOption = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File, instead of one in the run folder.")
+    ] = None,
+) -> None:
+    """Write a plain batch file that needs no submitit, and queue nothing."""
+    from jobs.run_folder import RunFolder
+    from jobs.slurm.batch import write_batch_file
+    from toolkit.config_file import load_config
+
+    settings = load_config(config, overrides or [])
+    folder = RunFolder(Path(settings.run.folder))
+    path = write_batch_file(settings, folder, output or folder.batch_file)
+    Console().print(f"sbatch {shlex.quote(str(path))}", soft_wrap=True)
+
+
+@app.command()
 def status(folder: RunArgument) -> None:
     """Say where a run stands."""
     from jobs.monitor.state import read_state
@@ -63,6 +110,69 @@ def status(folder: RunArgument) -> None:
     from jobs.run_folder import RunFolder
 
     Console().print(summary(read_state(RunFolder(folder))))
+
+
+@app.command()
+def monitor(
+    folder: RunArgument,
+    once: Annotated[bool, typer.Option("--once", help="Show it once.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it once, as JSON.")] = False,
+    svg: Annotated[Path | None, typer.Option(help="Write it once, as a picture.")] = None,
+) -> None:
+    """Watch a run, wherever it runs; Ctrl-C leaves it running."""
+    from jobs.monitor import app as views
+    from jobs.monitor.state import read_state
+    from jobs.monitor.view import summary
+    from jobs.run_folder import RunFolder
+
+    if svg is not None:
+        views.write_svg(read_state(RunFolder(folder)), svg)
+    elif as_json:
+        print(views.as_json(read_state(RunFolder(folder))))
+    elif once:
+        Console().print(summary(read_state(RunFolder(folder))))
+    else:
+        with suppress(KeyboardInterrupt):
+            views.follow(RunFolder(folder), Console())
+
+
+@app.command()
+def logs(
+    folder: RunArgument,
+    role: Annotated[str | None, typer.Option(help="student, teacher or batch; else all.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as they grow.")] = False,
+) -> None:
+    """Print the logs of a run, each line with its file's name."""
+    from jobs.logs import print_logs
+    from jobs.run_folder import RunFolder
+
+    with suppress(KeyboardInterrupt):
+        print_logs(RunFolder(folder), role or "", follow)
+
+
+@app.command()
+def cancel(folder: RunArgument) -> None:
+    """End a run: its Slurm job, or its processes on this machine after a checkpoint."""
+    from jobs.cancel import cancel_run
+    from jobs.run_folder import RunFolder
+
+    Console().print(cancel_run(RunFolder(folder)), soft_wrap=True)
+
+
+teachers = typer.Typer(help="The teachers of a run that goes on.", no_args_is_help=True)
+app.add_typer(teachers, name="teachers")
+
+
+@teachers.command("add")
+def add_teachers(
+    folder: RunArgument,
+    nodes: Annotated[int, typer.Option(help="Nodes of teachers to add.", min=1)] = 1,
+) -> None:
+    """Queue a further Slurm job whose teachers join the run."""
+    from jobs.run_folder import RunFolder
+    from jobs.slurm.submit import submit_teachers
+
+    Console().print(submit_teachers(RunFolder(folder), nodes), soft_wrap=True)
 
 
 @app.command()
@@ -129,8 +239,15 @@ def role(
     parent: Annotated[
         int | None, typer.Option(help="End when this process, the parent, has ended.")
     ] = None,
+    shift: Annotated[
+        int | None, typer.Option(help="Take the rank from Slurm's global rank, shifted by this.")
+    ] = None,
 ) -> None:
     """Be one process of a run."""
+    if shift is not None:
+        from jobs.slurm.task import run_task
+
+        raise typer.Exit(run_task(name, folder, shift))
     from jobs.processes import end_with_parent
 
     if parent is not None:

@@ -51,7 +51,7 @@ class LocalRun:
         self._roles: list[_Role] = []
         self._stop_asked = 0
 
-    def run(self, on_tick: Callable[[], None] = lambda: None) -> Outcome:
+    def run(self, on_tick: Callable[[], object] = lambda: None) -> Outcome:
         """Start the roles, call `on_tick` several times a second, and return when all have ended.
 
         SIGINT and SIGTERM save a checkpoint and end the run; a second one ends it at once.
@@ -85,7 +85,7 @@ class LocalRun:
             )
         self._roles.append(_Role(name, rank, process))
 
-    def _watch(self, on_tick: Callable[[], None]) -> None:
+    def _watch(self, on_tick: Callable[[], object]) -> None:
         """Return when all processes have ended, or have had their time to."""
         grace_s = self._config.transport.dead_after_s + _GRACE_S
         first_end: float | None = None

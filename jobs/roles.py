@@ -20,7 +20,7 @@ from toolkit.models.heads import head_of
 from toolkit.models.load import load_model
 from toolkit.models.self_test import check_head, check_packing
 from transport.control import Liveness
-from transport.errors import TransportError
+from transport.errors import DeadlineError, PeerLostError, TransportError
 from transport.library import apply_settings, find_ucx, ucx_settings
 from transport.ucx import version
 
@@ -61,7 +61,8 @@ def run_role(role: str, rank: int, folder: Path) -> int:
         expected = isinstance(error, _EXPECTED)
         message = str(error) if expected else f"{type(error).__name__}: {error}"
         trace = "" if expected else traceback.format_exc()
-        run_folder.write_failure(role, rank, message, trace)
+        again = isinstance(error, PeerLostError | DeadlineError)
+        run_folder.write_failure(role, rank, message, trace, again=again)
         return EXIT_FAILED
 
 

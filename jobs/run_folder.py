@@ -27,6 +27,10 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.done = path / "done"
         self.failed = path / "failed"
+        self.restarts = path / "restarts"
+        self.batch_file = path / "job.sbatch"
+        self.job = path / "job.json"
+        self.lock = path / "lock"
         self.result = path / "result.json"
 
     def metrics_file(self, role: str, rank: int = 0) -> Path:
@@ -79,7 +83,7 @@ class RunFolder:
         Raises:
             InputError: the run is going on.
         """
-        with (self.path / "lock").open("w") as stream:
+        with self.lock.open("a+") as stream:
             try:
                 fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
@@ -87,13 +91,36 @@ class RunFolder:
                     f"{self.path} is in use by a run that is going on: stop it, or choose another "
                     "run.folder"
                 ) from error
+            stream.truncate(0)
+            stream.write(str(os.getpid()))
+            stream.flush()
             yield
 
-    def write_failure(self, role: str, rank: int, message: str, traceback: str) -> None:
-        """Note why the run failed; only the first failure is kept, with its traceback or ""."""
-        text = json.dumps(
-            {"role": role, "rank": rank, "error": message, "traceback": traceback}, indent=1
-        )
+    def holder(self) -> int | None:
+        """Return the process id of the local run that goes on in this folder, or None."""
+        if not self.lock.exists():
+            return None
+        with self.lock.open() as stream:
+            try:
+                fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return int(stream.read() or 0) or None
+        return None
+
+    def write_failure(
+        self, role: str, rank: int, message: str, traceback: str = "", *, again: bool = False
+    ) -> None:
+        """Note why the run failed; only the first failure is kept.
+
+        Args:
+            role: who failed.
+            rank: which of them.
+            message: what to tell the user.
+            traceback: for errors of which the message does not say all.
+            again: whether the run may come to its end when it is started again.
+        """
+        failure = {"role": role, "rank": rank, "error": message, "traceback": traceback}
+        text = json.dumps(failure | {"again": again}, indent=1)
         temporary = self.path / f".failed.{os.getpid()}"
         temporary.write_text(text + "\n", encoding="utf-8")
         try:
@@ -106,6 +133,20 @@ class RunFolder:
     def failure(self) -> dict[str, Any] | None:
         """Return what `write_failure` noted first, or None."""
         return _read_json(self.failed)
+
+    def restart_reasons(self) -> list[str]:
+        """Return why the run's jobs were started again, in order."""
+        files = sorted(self.restarts.glob("*.json"), key=lambda path: path.stat().st_mtime)
+        return [str((_read_json(file) or {}).get("error")) for file in files]
+
+    def job_id(self) -> int | None:
+        """Return the id of the Slurm job that was submitted last, or None."""
+        job = _read_json(self.job)
+        return None if job is None else int(job["id"])
+
+    def set_job(self, job: int) -> None:
+        """Note the Slurm job that works on this run."""
+        write_atomically(self.job, json.dumps({"id": job}) + "\n")
 
     def results(self) -> dict[str, Any]:
         """Return the evaluations, by `before` and `after`, as far as they are made."""

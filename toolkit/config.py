@@ -153,6 +153,36 @@ class TransportSection(Section):
         return self
 
 
+class ComponentSection(Section):
+    """The nodes of one role in a Slurm job; its tasks are spread evenly over them."""
+
+    nodes: PositiveInt = 1
+    partition: str | None = None
+    cpus_per_task: PositiveInt | None = None
+    gpus_per_node: PositiveInt | None = None
+    options: dict[str, str | int | bool] = {}
+    """Further sbatch options; true is a flag without value, false removes a default."""
+    srun_options: list[str] = []
+    """Further options of this role's part of srun, for example --container-image=..."""
+
+
+class ClusterSection(Section):
+    """The Slurm job of a run."""
+
+    time_min: PositiveInt = 60
+    warning_s: PositiveInt = 120
+    """Seconds before the time limit at which the run saves and has itself requeued."""
+    max_restarts: NonNegativeInt = 20
+    setup: list[str] = []
+    """Shell lines before the tasks start: modules, conda."""
+    environment: dict[str, str] = {}
+    """Variables of all tasks, for example NCCL_* and UCX_*."""
+    options: dict[str, str | int | bool] = {}
+    """Further sbatch options of both roles."""
+    student: ComponentSection = ComponentSection()
+    teacher: ComponentSection = ComponentSection()
+
+
 class Config(Section):
     """A whole run."""
 
@@ -165,6 +195,7 @@ class Config(Section):
     optim: OptimSection = OptimSection()
     checkpoint: CheckpointSection = CheckpointSection()
     transport: TransportSection = TransportSection()
+    cluster: ClusterSection = ClusterSection()
 
     @model_validator(mode="after")
     def _batch_fits_slot(self) -> Self:
@@ -175,6 +206,19 @@ class Config(Section):
                 f" tokens but ring.slot_tokens = {self.ring.slot_tokens}: raise ring.slot_tokens,"
                 " or lower data.sequence_length or data.batch_size"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _tasks_fit_nodes(self) -> Self:
+        for role, replicas, nodes in (
+            ("student", self.student.replicas, self.cluster.student.nodes),
+            ("teacher", self.teacher.replicas, self.cluster.teacher.nodes),
+        ):
+            if replicas % nodes:
+                raise ValueError(
+                    f"{role}.replicas = {replicas} cannot be spread evenly over "
+                    f"cluster.{role}.nodes = {nodes}"
+                )
         return self
 
     @property

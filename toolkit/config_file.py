@@ -22,7 +22,15 @@ PATHS = (
 )
 """Keys that hold paths: relative ones count from the working folder."""
 
-LAYOUT = ("run.folder", "teacher.placement", "teacher.replicas", "ring", "checkpoint", "transport")
+LAYOUT = (
+    "run.folder",
+    "teacher.placement",
+    "teacher.replicas",
+    "ring",
+    "checkpoint",
+    "transport",
+    "cluster",
+)
 """Keys that change where a run computes and what it keeps, but not one bit of what it computes."""
 
 

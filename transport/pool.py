@@ -37,6 +37,7 @@ from transport.ucx import Worker
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.05
+_GREETING_S = 1.0
 _TEACHER_PREFIX = "teacher-"
 _ROW_INDEX_BYTES = 4
 
@@ -110,6 +111,8 @@ class TeacherPool(Handle):
         self._failure: TransportError | None = None
         self._free_slots = list(range(geometry.slots))
         self._outstanding: dict[int, _Outstanding] = {}
+        self._greeted: set[str] = set()
+        self._next_greeting = 0.0
         self._next_order = 0
         self._next_take = 0
         self._closing = False
@@ -126,7 +129,6 @@ class TeacherPool(Handle):
             DeadlineError: they were not there in time.
         """
         deadline = time.monotonic() + timeout_s
-        greeted: set[str] = set()
         with self._changed:
             while len(self._welcome) < num_teachers:
                 self._raise_failure()
@@ -135,12 +137,12 @@ class TeacherPool(Handle):
                         f"{len(self._welcome)} of {num_teachers} teachers came within "
                         f"{timeout_s:g} s; see the teachers' logs"
                     )
-                greeted |= self._greet(greeted)
+                self._greet_new()
                 self._changed.wait(_POLL_S)
             return sorted(self._welcome)
 
-    def _greet(self, known: set[str]) -> set[str]:
-        """Say hello to teachers that have published themselves since; return their names."""
+    def _greet_new(self) -> None:
+        """Say hello to teachers that have published themselves since; they may come at any time."""
         geometry = self._ring.geometry
         hello = Hello(
             protocol=PROTOCOL_VERSION,
@@ -153,12 +155,12 @@ class TeacherPool(Handle):
         new = {
             name: record["endpoint"]
             for name, record in discover(self._folder).items()
-            if name.startswith(_TEACHER_PREFIX) and name not in known
+            if name.startswith(_TEACHER_PREFIX) and name not in self._greeted
         }
         for name, endpoint in new.items():
             self._channel.connect(name, endpoint, self._identity)
             self._channel.send(name, hello, self._worker.address, self._ring.key)
-        return set(new)
+        self._greeted |= new.keys()
 
     @property
     def free_slots(self) -> int:
@@ -193,6 +195,9 @@ class TeacherPool(Handle):
             raise ProtocolError(
                 f"{num_rows} rows are wanted but a slot holds {limit}: raise ring.slot_tokens"
             )
+        if time.monotonic() >= self._next_greeting:
+            self._greet_new()
+            self._next_greeting = time.monotonic() + _GREETING_S
         slot = self._free_slots.pop(0)
         order = Order(sequence=self._next_order, slot=slot, batch=batch, length=length)
         with self._changed:

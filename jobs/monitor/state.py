@@ -1,16 +1,19 @@
 """What is known of a run, read from its folder; nothing is asked of any process."""
 
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
 from jobs.run_folder import RunFolder
+from jobs.slurm.client import JobState, job_state
 from toolkit.config import Config
 from toolkit.training.metrics import MetricsReader, Record
 
 _RECENT = 20
 _HISTORY = 2000
 _NOTABLE_SHARE = 0.1
+_QUESTION_S = 30.0
 
 
 @dataclass
@@ -45,6 +48,9 @@ class RunState:
         results: evaluations by `before` and `after`.
         failure: what ended the run, or None.
         done: whether all is done.
+        job: id of its Slurm job, or None.
+        job_state: what Slurm says of that job, or None when it knows nothing.
+        restarts: why the job was started again, each time.
     """
 
     path: str
@@ -55,6 +61,9 @@ class RunState:
     results: dict[str, Any] = field(default_factory=dict)
     failure: dict[str, Any] | None = None
     done: bool = False
+    job: int | None = None
+    job_state: JobState | None = None
+    restarts: list[str] = field(default_factory=list)
 
     @property
     def last(self) -> Record | None:
@@ -65,6 +74,13 @@ class RunState:
         """Return the mean of a value over the last steps."""
         values = [float(record[name]) for record in list(self.steps)[-_RECENT:]]
         return sum(values) / len(values)
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more is to come: done, failed for good, or out of Slurm's queue."""
+        if self.done or self.job is None:
+            return self.done or self.failure is not None
+        return self.job_state is None
 
     @property
     def waiting(self) -> float:
@@ -99,15 +115,21 @@ class StateReader:
         self._student = MetricsReader(folder.metrics_file("student"))
         self._teachers: dict[int, tuple[MetricsReader, deque[Record]]] = {}
         self._num_orders: dict[int, int] = {}
+        self._next_question = 0.0
 
     def read(self) -> RunState:
-        """Take in what is new and return the state."""
+        """Take in what is new and return the state; Slurm is asked once in 30 s."""
         for record in self._student.read():
             self._take(record)
         self._state.teachers = self._read_teachers()
         self._state.results = self._folder.results()
         self._state.failure = self._folder.failure()
         self._state.done = self._folder.done.exists()
+        self._state.restarts = self._folder.restart_reasons()
+        self._state.job = self._folder.job_id()
+        if self._state.job is not None and time.monotonic() >= self._next_question:
+            self._state.job_state = job_state(self._state.job)
+            self._next_question = time.monotonic() + _QUESTION_S
         return self._state
 
     def _take(self, record: Record) -> None:

@@ -25,6 +25,9 @@ _COMPARED_STEPS = 8
 def dashboard(state: RunState) -> RenderableType:
     """Return the live view of a run."""
     parts: list[RenderableType] = [_title(state)]
+    if state.job is not None:
+        parts.append(_job(state))
+    parts += [Text(f"started again: {why}", style="yellow") for why in state.restarts]
     if state.last is not None:
         parts += [_progress(state), _figures(state)]
         if state.teachers:
@@ -102,6 +105,15 @@ def sparkline(values: Sequence[float], width: int) -> str:
 def _title(state: RunState) -> Text:
     phase = "done" if state.done else "failed" if state.failure else state.phase
     return Text.assemble(("disaggkd ", "bold cyan"), state.path, "  ", (phase, "bold"))
+
+
+def _job(state: RunState) -> Text:
+    text = f"Slurm job {state.job}"
+    if state.job_state is None:
+        return Text(f"{text}: not in the queue")
+    job = state.job_state
+    reason = "" if job.reason in ("", "None") or job.state == "RUNNING" else f" ({job.reason})"
+    return Text(f"{text}: {job.state}{reason}, {job.elapsed} elapsed, {job.left} left")
 
 
 def _progress(state: RunState) -> Table:

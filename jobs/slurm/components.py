@@ -84,7 +84,7 @@ def srun_command(
     """
     parts = []
     for number, component in enumerate(components):
-        part = [f"--het-group={number}"]
+        part = [f"--het-group={number}"] if len(components) > 1 else []
         if component.cpus_per_task is not None:  # since Slurm 22.05 srun does not take it over
             part.append(f"--cpus-per-task={component.cpus_per_task}")
         words = [*part, *component.srun_options, *commands[component.role]]

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from transport.errors import PeerLostError
 from transport.rendezvous import interface_address, publish, wait_for
 
 _STORE = "students"
@@ -87,11 +88,16 @@ def joined(ranks: Ranks, folder: Path, interface: str, timeout_s: float) -> Iter
 
     The first rank listens on a port that the system chooses and publishes it in the run folder.
 
+    An error of a collective is taken for the loss of another rank, which it nearly always is.
+
     Args:
         ranks: this rank among the others.
         folder: run folder.
         interface: network interface on which the ranks reach each other.
         timeout_s: limit of joining, and of every collective after it.
+
+    Raises:
+        PeerLostError: another rank is gone.
     """
     if ranks.size == 1:
         yield
@@ -115,5 +121,9 @@ def joined(ranks: Ranks, folder: Path, interface: str, timeout_s: float) -> Iter
     )
     try:
         yield
+    except RuntimeError as error:
+        if "gloo" not in str(error) and not isinstance(error, dist.DistError):
+            raise
+        raise PeerLostError(f"another rank of the student is lost: {error}") from error
     finally:
         dist.destroy_process_group()

@@ -1,0 +1,48 @@
+"""A task of a run's Slurm job: which rank of its role it is, and where its output goes."""
+
+import os
+import sys
+from pathlib import Path
+
+from jobs.run_folder import RunFolder
+from toolkit.errors import InputError
+
+
+def role_rank(shift: int) -> int:
+    """Return the rank of this task in its role: its rank among all tasks of the job, shifted.
+
+    Raises:
+        InputError: this is no task of Slurm.
+    """
+    if "SLURM_PROCID" not in os.environ:
+        raise InputError("there is no SLURM_PROCID, so this is no task that srun started")
+    return int(os.environ["SLURM_PROCID"]) + shift
+
+
+def write_to_log(folder: RunFolder, role: str, rank: int) -> None:
+    """Let all output of this process go to the log of its role."""
+    folder.logs.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder.log_file(role, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+def run_task(role: str, folder: Path, shift: int) -> int:
+    """Run the role of this task to its end; return 0 where it stopped as asked.
+
+    The batch script reads in the run folder how the run stands; to srun, stopping is no failure.
+
+    Args:
+        role: `teacher` or `student`.
+        folder: run folder.
+        shift: see `role_rank`.
+    """
+    rank = role_rank(shift)
+    write_to_log(RunFolder(folder), role, rank)
+    from jobs.roles import EXIT_STOPPED, run_role
+
+    code = run_role(role, rank, folder)
+    return 0 if code == EXIT_STOPPED else code
