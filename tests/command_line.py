@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import psutil
@@ -40,8 +40,9 @@ def listening_ports(processes: list[psutil.Process]) -> list[int]:
 class CommandLine:
     """Runs `disaggkd` for real, in a folder of its own."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, env: Mapping[str, str] = os.environ) -> None:
         self.folder = folder
+        self._env = env
 
     def start(self, *arguments: str | Path) -> subprocess.Popen[str]:
         """Start a command; the caller waits for it."""
@@ -51,7 +52,7 @@ class CommandLine:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env=os.environ | {"COLUMNS": "100"},
+            env={**self._env, "COLUMNS": "100"},
         )
 
     def __call__(self, *arguments: str | Path, expect: int = 0) -> str:
@@ -65,10 +66,12 @@ class CommandLine:
         assert process.returncode == expect, output
         return output
 
-    def run_arguments(self, name: str, *overrides: str, steps: int = 6) -> list[str]:
+    def run_arguments(
+        self, name: str, *overrides: str, steps: int = 6, command: str = "run"
+    ) -> list[str]:
         """Return the arguments of a short run of the tiny example."""
         settings = [f"run.folder={self.folder / name}", f"run.steps={steps}", *overrides]
-        return ["run", str(TINY), *(part for item in settings for part in ("--set", item))]
+        return [command, str(TINY), *(part for item in settings for part in ("--set", item))]
 
     def run(self, name: str, *overrides: str, steps: int = 6, expect: int = 0) -> str:
         """Run the tiny example for some steps in a run folder of this name."""

@@ -187,3 +187,30 @@ def test_a_step_without_labels_is_refused() -> None:
     batches = Batches(file, section(packing="documents", batch_size=2), seed=0, vocab_size=10)
     with pytest.raises(InputError, match=r"nothing but end-of-text .* 2 rows of micro-batch 0"):
         next(batches.training(0, 1))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_ranks_share_the_micro_batches_of_a_step(num_ranks: int) -> None:
+    """Together they do what one rank with as much accumulation does."""
+    cut, file = section(eval_rows=5), token_file([*range(9)] * 12, eos_id=EOS)
+
+    def of(rank: int, ranks: int, accumulation: int) -> Batches:
+        return Batches(
+            *(file, cut),
+            seed=5,
+            accumulation=accumulation,
+            vocab_size=9,
+            rank=rank,
+            num_ranks=ranks,
+        )
+
+    one = of(0, 1, 2 * num_ranks)
+    shares = [of(rank, num_ranks, 2) for rank in range(num_ranks)]
+    for whole, parts in (
+        (list(one.training(1, 3)), [list(share.training(1, 3)) for share in shares]),
+        (list(one.held_out()), [list(share.held_out()) for share in shares]),
+    ):
+        merged = sorted(itertools.chain(*parts), key=lambda batch: batch.index)
+        assert len(merged) == len(whole)
+        assert all(map(same, merged, whole))
+    assert [len(list(share.training(0, 1))) for share in shares] == [2] * num_ranks

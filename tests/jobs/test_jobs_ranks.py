@@ -1,0 +1,67 @@
+"""Several student ranks: DDP over gloo, each with a ring of its own."""
+
+import json
+import re
+import signal
+from pathlib import Path
+
+from command_line import CommandLine, wait_for
+
+from toolkit.training.metrics import read_steps
+
+RANKS = ("student.replicas=3", "data.batch_size=1")
+QUICK = ("transport.heartbeat_s=0.2", "transport.dead_after_s=3.0")
+
+
+def _steps_done(folder: Path) -> int:
+    return len(read_steps(folder / "metrics" / "student-0.jsonl"))
+
+
+def test_ranks_compute_what_one_rank_accumulates(disaggkd: CommandLine) -> None:
+    disaggkd.run("ranks", *RANKS, "optim.accumulation=2", "teacher.replicas=2", steps=4)
+    disaggkd.run(
+        "one", "data.batch_size=1", "optim.accumulation=6", "teacher.placement=colocated", steps=4
+    )
+    output = disaggkd(
+        "compare", disaggkd.folder / "ranks", disaggkd.folder / "one", "--tolerance", "1e-5"
+    )
+    assert "4 steps" in output
+    results = [
+        json.loads((disaggkd.folder / name / "result.json").read_text())["before"]
+        for name in ("ranks", "one")
+    ]
+    assert results[0]["num_tokens"] == results[1]["num_tokens"]
+    assert abs(results[0]["kd"] - results[1]["kd"]) < 1e-7
+
+
+def test_interrupted_ranks_go_on_bit_for_bit(disaggkd: CommandLine) -> None:
+    """Three ranks: the order in which their gradients are added shows in the bits."""
+    settings = (*RANKS, *QUICK, "teacher.placement=colocated", "data.eval_rows=0")
+    folder = disaggkd.folder / "cut"
+    process = disaggkd.start(*disaggkd.run_arguments("cut", *settings, steps=24))
+    wait_for(lambda: _steps_done(folder) >= 3, what="the third step")
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 130, output
+    assert 3 <= _steps_done(folder) < 24
+    disaggkd.run("cut", *settings, steps=24)
+    disaggkd.run("whole", *settings, steps=24)
+    disaggkd("compare", folder, disaggkd.folder / "whole", "--tolerance", "0")
+
+
+def test_a_killed_rank_ends_the_run_with_a_clear_error(disaggkd: CommandLine) -> None:
+    settings = ("student.replicas=2", "data.eval_rows=0", *QUICK)
+    folder = disaggkd.folder / "run"
+    process = disaggkd.start(*disaggkd.run_arguments("run", *settings, steps=2000))
+    wait_for(lambda: _steps_done(folder) >= 3, what="the third step")
+    victim = next(p for p in disaggkd.children() if "student --run" in " ".join(p.cmdline()))
+    victim.kill()
+    output, _ = process.communicate(timeout=25)
+    assert process.returncode == 1
+    assert re.search(r"student \d was ended by SIGKILL", output)
+    assert re.search(
+        r"failed: (another rank of the student|student-\d\S*) (is lost|cannot be written to)",
+        output,
+    )
+    assert "Traceback" not in output
+    assert json.loads((folder / "failed").read_text())["again"]
