@@ -80,6 +80,7 @@ setup(
         "typer>=0.15",
         "tomli-w>=1.0",
         "libucx-cu12>=1.17",
+        "submitit>=1.5.4,<1.6",
     ],
     extras_require={
         "parquet": ["pyarrow>=15"],
@@ -97,6 +98,9 @@ setup(
             "setuptools>=70.1",
         ],
     },
-    entry_points={"console_scripts": ["disaggkd=jobs.cli:main"]},
+    entry_points={
+        "console_scripts": ["disaggkd=jobs.cli:main"],
+        "submitit": ["job_environment=jobs.slurm.environment:HetSlurmJobEnvironment"],
+    },
     cmdclass={"build_ext": BuildNative, "bdist_wheel": PlatformWheel},
 )

@@ -56,16 +56,17 @@ def _component(role: str, replicas: int, section: ComponentSection) -> Component
     )
 
 
-def job_options(config: Config) -> dict[str, Value]:
+def job_name(config: Config) -> str:
+    """Return the job's name in Slurm's lists; the word hetjob would end an `#SBATCH` line."""
+    return Path(config.run.folder).name.replace("hetjob", "het-job")
+
+
+def job_options(name: str) -> dict[str, Value]:
     """Return the sbatch options of the job as a whole.
 
-    The script writes its own log: of a path in an `#SBATCH` line Slurm would expand `%`, and take
-    the word hetjob for a separator.
+    The script writes its own log: of a path in an `#SBATCH` line Slurm would expand `%`.
     """
-    return {
-        "job-name": Path(config.run.folder).name.replace("hetjob", "het-job"),
-        "output": "/dev/null",
-    }
+    return {"job-name": name, "output": "/dev/null"}
 
 
 def common_options(config: Config) -> dict[str, Value]:
@@ -108,7 +109,8 @@ def epilogue(config: Config) -> list[str]:
         '    echo \'{"error": "stopped, as at a time limit or preemption"}\' >"$why"',
         "fi",
         f'if [ "$restart" -lt {config.cluster.max_restarts} ]; then',
-        '    scontrol requeue "$SLURM_JOB_ID" && sleep 60  # until Slurm ends this script',
+        "    trap '' TERM  # Slurm ends this script while it answers",
+        '    scontrol requeue "$SLURM_JOB_ID" && sleep 60',
         "fi",
         "exit 1",
     ]
@@ -125,7 +127,7 @@ def batch_file(config: Config, folder: RunFolder) -> str:
         "#!/bin/bash",
         "# Written by `disaggkd sbatch`. Check it with `sbatch --test-only`, submit it with",
         "# `sbatch`, as often as you like: it goes on from the newest checkpoint.",
-        *sbatch_header(components, job_options(config), common_options(config)),
+        *sbatch_header(components, job_options(job_name(config)), common_options(config)),
         "",
         *prologue(config, folder),
         CLEAR,
@@ -163,7 +165,7 @@ def teachers_file(config: Config, folder: RunFolder, nodes: int, first: int) -> 
     """
     own = components_of(config)[1]
     teacher = replace(own, nodes=nodes)
-    options = {"job-name": f"{job_options(config)['job-name']}-teachers", "output": "/dev/null"}
+    options = job_options(f"{job_name(config)}-teachers")
     lines = [
         "#!/bin/bash",
         *sbatch_header([teacher], options, {"time": config.cluster.time_min}),

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 from dataclasses import dataclass
+from pathlib import Path
 
 from toolkit.errors import InputError
 
@@ -85,7 +86,11 @@ def check_script(path: str) -> None:
     """
     done = call("sbatch", "--test-only", path)
     if done.returncode:
-        raise InputError(f"Slurm would not take the job:\n{done.stderr.strip()}")
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        asked = "\n".join(line for line in lines if line.startswith("#SBATCH"))
+        raise InputError(
+            f"Slurm would not take the job:\n{done.stderr.strip()}\nIt was asked for:\n{asked}"
+        )
 
 
 def submit(path: str) -> int:

@@ -8,6 +8,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from toolkit.errors import InputError
+
 Value = str | int | bool | None
 """An option's value: True is a flag without value, False and None leave the option out."""
 
@@ -54,6 +56,15 @@ class Component:
         }
 
 
+def role_ranks(components: Sequence[Component]) -> dict[str, range]:
+    """Return the global ranks of each role, where one srun starts the tasks of all components."""
+    ranks, first = {}, 0
+    for component in components:
+        ranks[component.role] = range(first, first + component.num_tasks)
+        first += component.num_tasks
+    return ranks
+
+
 def sbatch_header(
     components: Sequence[Component], job: Mapping[str, Value], every: Mapping[str, Value]
 ) -> list[str]:
@@ -63,6 +74,9 @@ def sbatch_header(
         components: the first one leads: the batch script runs on its first node.
         job: options of the job as a whole, such as its name; they stand in the first part alone.
         every: options that stand in every part; those of a component win.
+
+    Raises:
+        InputError: Slurm would misread an option.
     """
     lines: list[str] = []
     for number, component in enumerate(components):
@@ -93,9 +107,15 @@ def srun_command(
 
 
 def _lines(options: Mapping[str, Value]) -> list[str]:
-    given = {name: value for name, value in options.items() if value is not None}
-    return [
-        f"#SBATCH --{name}" if value is True else f"#SBATCH --{name}={value}"
-        for name, value in given.items()
-        if value is not False
-    ]
+    lines = []
+    for name, value in options.items():
+        if value is None or value is False:
+            continue
+        text = f"--{name}" if value is True else f"--{name}={shlex.quote(str(value))}"
+        if "hetjob" in text or "\n" in text:
+            raise InputError(
+                f"Slurm cannot read the option {text!r}: a line break ends it, and the word hetjob "
+                "begins the next component; choose another value"
+            )
+        lines.append(f"#SBATCH {text}")
+    return lines

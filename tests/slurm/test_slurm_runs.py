@@ -1,0 +1,244 @@
+"""Whole runs as heterogeneous jobs of a real Slurm, and what happens to them on the way."""
+
+import contextlib
+import json
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from cluster import SlurmCluster
+from command_line import CommandLine, wait_for
+
+from toolkit.training.metrics import read_steps
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+
+TASKS = (
+    "student.replicas=2",
+    "teacher.replicas=2",
+    "cluster.student.nodes=2",
+    "cluster.teacher.nodes=2",
+    "cluster.student.partition=students",
+    "cluster.teacher.partition=teachers",
+    "transport.interface=lo",
+    "transport.heartbeat_s=0.3",
+    "transport.dead_after_s=3.0",
+    "data.eval_rows=0",
+    "checkpoint.every_steps=5",
+)
+NO_EVAL = "data.eval_rows=0"
+
+
+class Runs:
+    """The command line on a cluster, and questions about its runs."""
+
+    def __init__(self, cluster: SlurmCluster, folder: Path) -> None:
+        self.cluster = cluster
+        self.command = CommandLine(folder, cluster.env)
+
+    def submit(self, name: str, *settings: str, steps: int, expect: int = 0) -> str:
+        arguments = self.command.run_arguments(
+            name, *TASKS, *settings, steps=steps, command="submit"
+        )
+        return self.command(*arguments, expect=expect)
+
+    def folder(self, name: str) -> Path:
+        return self.command.folder / name
+
+    def steps(self, name: str) -> int:
+        return len(read_steps(self.folder(name) / "metrics" / "student-0.jsonl"))
+
+    def wait_steps(self, name: str, count: int, timeout_s: float = 60) -> None:
+        wait_for(lambda: self.steps(name) >= count, timeout_s, f"step {count}")
+
+    def wait_more_steps(self, name: str, timeout_s: float = 90) -> None:
+        """Wait until a step is done after this moment."""
+        path, now = self.folder(name) / "metrics" / "student-0.jsonl", time.time()
+        wait_for(
+            lambda: max(r["time"] for r in read_steps(path).values()) > now + 0.5,
+            timeout_s,
+            "a further step",
+        )
+
+    def wait_done(self, name: str, timeout_s: float = 120) -> None:
+        done = self.folder(name) / "done"
+        failed = self.folder(name) / "failed"
+        wait_for(lambda: done.exists() or self.states(name) == set(), timeout_s, "the end")
+        assert done.exists(), failed.read_text() if failed.exists() else "no reason"
+
+    def job(self, name: str) -> int:
+        return int(json.loads((self.folder(name) / "job.json").read_text())["id"])
+
+    def states(self, name: str) -> set[str]:
+        """Return the states of the job's components that are in the queue."""
+        done = self.cluster.run(
+            *("squeue", "--noheader", "--format=%T", "--jobs", str(self.job(name))), check=False
+        )
+        return set(done.stdout.split())
+
+    def task(self, name: str, rank: int) -> psutil.Process:
+        """Return the process of a global rank: students are 0 and 1, teachers 2 and 3."""
+        for process in self.command.children():
+            with contextlib.suppress(psutil.Error):
+                environment = process.environ()
+                if environment.get("SLURM_PROCID") == str(rank) and process.name() != "srun":
+                    return process
+        raise AssertionError(f"no task {rank}")
+
+    def status(self, name: str) -> str:
+        return self.command("status", self.folder(name))
+
+
+@pytest.fixture
+def runs(slurm: SlurmCluster, tmp_path: Path) -> Iterator[Runs]:
+    yield from _runs(slurm, tmp_path)
+
+
+def _runs(cluster: SlurmCluster, folder: Path) -> Iterator[Runs]:
+    yield Runs(cluster, folder)
+    cluster.cancel_jobs()
+    wait_for(lambda: not CommandLine(folder).children(), 20, "the end of all processes")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a local run of 150 steps that nothing has disturbed."""
+    command = CommandLine(tmp_path_factory.mktemp("whole"))
+    command.run("run", "student.replicas=2", "teacher.placement=colocated", NO_EVAL, steps=150)
+    return command.folder / "run"
+
+
+def test_a_job_computes_what_the_local_run_does(runs: Runs, whole: Path) -> None:
+    started = time.time()
+    assert re.search(r"job \d+, run folder", runs.submit("run", steps=150))
+    again = runs.submit("run", steps=150)
+    assert re.search(r"job \d+ works on .* already", again)
+    runs.wait_steps("run", 1)
+    first = next(iter(read_steps(runs.folder("run") / "metrics" / "student-0.jsonl").values()))
+    assert first["time"] - started < 15
+    state = runs.status("run")
+    assert re.search(r"Slurm job \d+: RUNNING, .* elapsed, .* left", state)
+    asked = time.time()
+    runs.status("run")
+    assert time.time() - asked < 1.5
+    runs.wait_done("run")
+    runs.command("compare", runs.folder("run"), whole, "--tolerance", "0")
+    assert "is done already" in runs.submit("run", steps=150)
+    logs = runs.command("logs", runs.folder("run"))
+    assert "student-1: " in logs and "teacher-1: " in logs and "batch: job" in logs
+    only = runs.command("logs", runs.folder("run"), "--role", "teacher")
+    assert "student-1: " not in only and "teacher-1: " in only
+    state = json.loads(runs.command("monitor", runs.folder("run"), "--json"))
+    assert state["done"] and state["last_step"]["step"] == 150 and len(state["teachers"]) == 2
+    runs.command("monitor", runs.folder("run"), "--svg", runs.folder("run") / "run.svg")
+    assert "<svg" in (runs.folder("run") / "run.svg").read_text()
+
+
+def test_a_disturbed_job_ends_with_the_same_weights(runs: Runs, whole: Path) -> None:
+    """A teacher killed, a student killed, requeued from outside, the controller restarted."""
+    runs.submit("run", "optim.warmup_steps=3", steps=150)
+    runs.wait_steps("run", 5)
+    runs.task("run", 2).kill()
+    runs.wait_more_steps("run", 60)
+    runs.task("run", 1).kill()
+    runs.wait_more_steps("run", 60)
+    runs.cluster.run("scontrol", "requeue", str(runs.job("run")))
+    runs.wait_more_steps("run", 60)
+    runs.cluster.restart_controller()
+    runs.wait_done("run")
+    runs.command("compare", runs.folder("run"), whole, "--tolerance", "0")
+    state = runs.status("run")
+    assert len(re.findall("started again: .*(is lost|cannot be written)", state)) == 2
+
+
+def test_time_limits_are_survived(runs: Runs) -> None:
+    """The warning comes after some seconds, twice; each time the run saves and is requeued."""
+    limits = ("cluster.time_min=1", "cluster.warning_s=45")
+    runs.submit("run", *limits, "checkpoint.every_steps=100000", steps=100000)
+    restarts = runs.folder("run") / "restarts"
+    wait_for(lambda: len(list(restarts.glob("*.json"))) == 2, 150, "the second restart")
+    assert runs.status("run").count("started again: stopped, as at a time limit") == 2
+    done = runs.steps("run")
+    saved = max(p.name for p in (runs.folder("run") / "checkpoints").glob("step-*"))
+    assert saved == f"step-{done:08d}"  # nothing was lost
+    runs.wait_more_steps("run")
+    assert "is cancelled" in runs.command("cancel", runs.folder("run"))
+    wait_for(lambda: not runs.states("run"), 30, "the end of the job")
+    assert not (runs.folder("run") / "done").exists()
+    assert len(list(restarts.glob("*.json"))) == 2
+
+
+def test_an_exception_in_one_rank_fails_the_job_with_its_traceback(runs: Runs) -> None:
+    runs.submit("run", "teacher.config.hidden_act=nonsense", steps=50)
+    wait_for(lambda: not runs.states("run"), 60, "the end of the job")
+    state = runs.status("run")
+    assert re.search(r"(teacher|student) \d failed: KeyError: 'nonsense'", state)
+    failure = json.loads((runs.folder("run") / "failed").read_text())
+    assert "Traceback" in failure["traceback"] and not failure["again"]
+    assert not list((runs.folder("run") / "restarts").iterdir())
+    rows = runs.cluster.run("sacct", "-nPX", "-o", "State", "-j", str(runs.job("run")))
+    assert set(rows.stdout.split()) <= {"FAILED", "COMPLETED"}
+
+
+def test_cancelling_the_leader_and_a_component(runs: Runs) -> None:
+    for name, what in (("leader", ""), ("teachers", "+1")):
+        runs.submit(name, steps=100000)
+        runs.wait_steps(name, 2)
+        runs.cluster.run("scancel", f"{runs.job(name)}{what}")
+        wait_for(lambda name=name: not runs.states(name), 60, "the end of the job")
+        assert not (runs.folder(name) / "done").exists()
+        assert list((runs.folder(name) / "checkpoints").glob("step-*"))
+
+
+def test_added_teachers_join_a_running_job(runs: Runs) -> None:
+    runs.submit("run", "cluster.teacher.nodes=1", "teacher.replicas=1", steps=100000)
+    runs.wait_steps("run", 2)
+    output = runs.command("teachers", "add", runs.folder("run"), "--nodes", "1")
+    assert re.search(r"job \d+: teachers from 1 on", output)
+    served = runs.folder("run") / "metrics" / "teacher-1.jsonl"
+    wait_for(lambda: served.exists() and served.stat().st_size, 60, "an order of the new teacher")
+    runs.wait_more_steps("run")
+    runs.command("cancel", runs.folder("run"))
+    wait_for(lambda: not runs.cluster.run("squeue", "--noheader").stdout, 60, "an empty queue")
+    assert "submit it first" in runs.command("teachers", "add", runs.folder("run"), expect=2)
+
+
+@pytest.mark.parametrize("node", ["teacher1", "student1"])
+def test_a_dead_node(runs: Runs, whole: Path, node: str) -> None:
+    """With requeue, which is the default, the run ends as if nothing had been."""
+    runs.submit("run", "cluster.student.options.exclusive=true", steps=150)
+    runs.wait_steps("run", 6)
+    runs.cluster.kill_node(node)
+    try:
+        wait_for(lambda: "RUNNING" not in runs.states("run"), 60, "Slurm to notice")
+    finally:
+        runs.cluster.start_node(node)
+    runs.wait_done("run", 150)
+    runs.command("compare", runs.folder("run"), whole, "--tolerance", "0")
+
+
+def test_a_dead_node_without_requeue(runs: Runs) -> None:
+    runs.submit(
+        "run", "cluster.options.requeue=false", "cluster.options.no-requeue=true", steps=999
+    )
+    runs.wait_steps("run", 2)
+    runs.cluster.kill_node("student2")
+    try:
+        wait_for(lambda: not runs.states("run"), 90, "the end of the job")
+    finally:
+        runs.cluster.start_node("student2")
+    assert not (runs.folder("run") / "done").exists()
+    assert "not in the queue" in runs.status("run")
+
+
+def test_a_cluster_without_accounting(
+    slurm_without_accounting: SlurmCluster, tmp_path: Path
+) -> None:
+    for runs in _runs(slurm_without_accounting, tmp_path):
+        runs.submit("run", steps=5)
+        runs.wait_done("run")
+        wait_for(lambda runs=runs: not runs.states("run"), 60, "the end of the job")
+        assert "not in the queue" in runs.status("run")
