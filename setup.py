@@ -94,6 +94,7 @@ setup(
             "pytest",
             "pytest-cov",
             "pytest-timeout",
+            "pytest-xdist",
             "ruff",
             "setuptools>=70.1",
         ],

@@ -5,7 +5,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from command_line import CommandLine, listening_ports, shared_memory
+from command_line import CommandLine, listening_ports, shared_memory, wait_for
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the tests on Slurm first, all in one worker: they wait much and share a cluster."""
+    items.sort(key=lambda item: item.get_closest_marker("slurm") is None)
+    for item in items:
+        if item.get_closest_marker("slurm") is not None:
+            item.add_marker(pytest.mark.xdist_group("slurm"))
 
 
 @pytest.fixture
@@ -19,4 +27,4 @@ def disaggkd(tmp_path: Path) -> Iterator[CommandLine]:
     for process in left:
         process.send_signal(signal.SIGKILL)
     assert not left, f"left behind: {left}, listening on {ports}"
-    assert shared_memory() <= before
+    wait_for(lambda: shared_memory() <= before, 10, "the end of all shared memory")

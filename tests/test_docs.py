@@ -109,6 +109,7 @@ def test_whole_configurations_are_valid(page: Path) -> None:
 def test_commands_exist(page: Path) -> None:
     targets = re.findall(r"^(\w+):", read(ROOT / "Makefile"), re.MULTILINE)
     commands = [c.callback.__name__ for c in app.registered_commands if c.callback and not c.hidden]
+    commands += [group.name or "" for group in app.registered_groups]
     for text in code(page):
         words = [word for word in text.split() if not re.match(r"[A-Z]+=", word)]
         if len(words) > 1 and words[0] in ("make", "disaggkd"):

@@ -16,8 +16,11 @@ from transport.rendezvous import write_atomically
 SRUN_OPTIONS = ("--unbuffered", "--kill-on-bad-exit=0", "--cpu-bind=none")
 """A role that loses its peers saves and ends by itself; srun shall not end it first."""
 
-CLEAR = 'rm -rf "$run/peers" "$run/failed"  # of an earlier start'
-"""The shell line after the prologue of a run's own job."""
+BEGIN = (
+    'if [ -e "$run/done" ]; then exit 0; fi',
+    'rm -rf "$run/peers" "$run/failed"  # of an earlier start',
+)
+"""The shell lines between the prologue and srun, in a run's own job."""
 
 
 def components_of(config: Config) -> list[Component]:
@@ -130,7 +133,7 @@ def batch_file(config: Config, folder: RunFolder) -> str:
         *sbatch_header(components, job_options(job_name(config)), common_options(config)),
         "",
         *prologue(config, folder),
-        CLEAR,
+        *BEGIN,
         "",
         srun_command(components, commands, SRUN_OPTIONS),
         "code=$?",

@@ -10,6 +10,7 @@ from toolkit.errors import InputError
 
 _TIMEOUT_S = 30.0
 _KEPT = {"SLURM_CONF"}
+_HOPELESS = {"PartitionTimeLimit", "PartitionNodeLimit", "PartitionConfig", "BadConstraints"}
 _LEAKING = ("SLURM_", "SBATCH_", "SRUN_", "PMIX_", "PMI_")
 """Variables of an outer job that would change a job submitted from inside it."""
 
@@ -113,6 +114,23 @@ def job_state(job: int) -> JobState | None:
         return None
     states = [JobState(*line.split("|")) for line in lines]
     return min(states, key=lambda state: state.state == "RUNNING")
+
+
+def refuse_hopeless(job: int) -> None:
+    """Take back a job that asks for more than its partition ever gives.
+
+    Many clusters queue such a job instead of refusing it, and it waits forever.
+
+    Raises:
+        InputError: it did; it is cancelled.
+    """
+    state = job_state(job)
+    if state is not None and state.reason in _HOPELESS:
+        cancel(job)
+        raise InputError(
+            f"job {job} would wait forever ({state.reason}), so it is cancelled: look at "
+            "cluster.time_min, nodes and partitions, and at `scontrol show partition`"
+        )
 
 
 def cancel(job: int) -> None:

@@ -28,17 +28,6 @@ from jobs.slurm.environment import ROLES_VARIABLE, HetSlurmJobEnvironment, write
 from jobs.slurm.job import HetSlurmJob
 from toolkit.errors import InputError
 
-_SPOKEN_OF = {
-    "node configuration": ("nodes", "ntasks-per-node", "cpus-per-task", "gres", "mem"),
-    "node count": ("nodes",),
-    "node name": ("nodelist",),
-    "cpu count": ("cpus-per-task",),
-    "memory": ("mem", "mem-per-cpu", "mem-per-gpu"),
-    "feature": ("constraint",),
-    "license": ("licenses",),
-}
-"""The options that a refusal is about, where it does not name them."""
-
 
 @dataclass(frozen=True)
 class JobParameters:
@@ -131,7 +120,8 @@ class HetSlurmExecutor(SlurmExecutor):
 
     Args:
         folder: holds pickles, results and logs; on a file system that all nodes share.
-        python: shell words that start Python in the tasks; by default this interpreter.
+        python: what starts Python in the tasks, words quoted as in a shell; by default this
+            interpreter.
 
     Raises:
         InputError: submitit would replace a part of the folder's name.
@@ -172,7 +162,7 @@ class HetSlurmExecutor(SlurmExecutor):
         """Return the batch file of a job.
 
         Args:
-            command: what each task runs, as shell words; by default submitit, for a pickle.
+            command: what each task runs, words quoted as in a shell; by default submitit.
 
         Raises:
             InputError: an option or a variable that cannot be written there.
@@ -180,8 +170,9 @@ class HetSlurmExecutor(SlurmExecutor):
         assert self._components, "set_components comes first"
         job, components = self._job, self._components
         log = '"${DISAGGKD_LOG}_${SLURM_PROCID}_log'
-        task = f'exec >>{log}.out" 2>>{log}.err"; exec {command or self._submitit_command_str}'
-        commands = {component.role: ("bash", "-c", task) for component in components}
+        words = shlex.split(command or self._submitit_command_str)
+        task = ["bash", "-c", f'exec >>{log}.out" 2>>{log}.err"; exec "$@"', "task", *words]
+        commands = {component.role: task for component in components}
         lines = [
             "#!/bin/bash",
             *sbatch_header(components, job.leading_options(), job.common_options()),
@@ -264,21 +255,17 @@ class HetSlurmExecutor(SlurmExecutor):
         try:
             return str(submit(str(script)))
         except InputError as error:
-            raise InputError(f"{error}\n{self._spoken_of(str(error).lower())}") from error
+            asked = "".join(
+                f"\n{c.role} asks for {self._asked(c, str(error))}" for c in self._components
+            )
+            raise InputError(f"{error}{asked}") from error
 
-    def _spoken_of(self, refusal: str) -> str:
-        """Return the options that a refusal may be about, with their values, for each role."""
-        names = {n for words, options in _SPOKEN_OF.items() if words in refusal for n in options}
-        lines = []
-        for component in self._components:
-            options = {**self._job.common_options(), **component.sbatch_options()}
-            told = [
-                f"--{name}={value}"
-                for name, value in options.items()
-                if value is not None and (name in names or re.search(rf"\b{name}\b", refusal))
-            ]
-            lines.append(f"{component.role} asks for {' '.join(told)}" if told else "")
-        return "\n".join(filter(None, lines))
+    def _asked(self, component: Component, refusal: str) -> str:
+        """Return the options that a refusal names, with their values, or all if it names none."""
+        own = {**self._job.common_options(), **component.sbatch_options()}
+        given = {name: f"--{name}={value}" for name, value in own.items() if value is not None}
+        named = [text for name, text in given.items() if re.search(rf"\b{name}\b", refusal)]
+        return " ".join(named or given.values())
 
 
 def _is_name(text: str) -> bool:

@@ -4,7 +4,6 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from submitit.core import utils
@@ -49,18 +48,19 @@ class HetInfoWatcher(slurm.SlurmInfoWatcher):
             return
         self._num_calls += 1
         self._last_status_check = time.time()
-        one_argument = f"--jobs={','.join(jobs)}"
-        answer = _ask("squeue", "--states=all", "--noheader", "--format=%i|%T|%N", one_argument)
+        ids = f"--jobs={','.join(jobs)}"
+        answer = _ask("squeue", "--states=all", "--noheader", "--format=%i|%T|%N", ids)
         if answer is None:
             return
-        self._info_dict.update(self.read_info(answer))
-        purged = set(jobs) - self.read_info(answer).keys()
+        known = self.read_info(answer)
+        purged = set(jobs) - known.keys()
         if purged:
             columns = "--format=JobID,State,NodeList"
-            answer = _ask("sacct", "-X", "--noheader", "--parsable2", columns, one_argument)
-            recorded = self.read_info(answer or "")
-            for job in purged:
-                self._info_dict[job] = recorded.get(job, {"State": "PURGED", "NodeList": ""})
+            answer = _ask("sacct", "-X", "--noheader", "--parsable2", columns, ids)
+            recorded = self.read_info(answer or "").items()
+            known |= {job: {"State": "PURGED", "NodeList": ""} for job in purged}
+            known |= {job: info for job, info in recorded if info["State"] in ENDED}
+        self._info_dict.update(known)
         self._finished |= {job for job in jobs if self.is_done(job, mode="cache")}
 
     def is_done(self, job_id: str, mode: str = "standard") -> bool:
@@ -193,20 +193,18 @@ class HetSlurmJob(slurm.SlurmJob[Any]):
         return {rank: self.task(rank)._get_outcome_and_result() for rank in ranks}
 
     def _failure(self, outcomes: Mapping[int, tuple[str, Any]]) -> TaskFailure | None:
-        traced = {
-            rank: _written(self.task(rank))
-            for rank, (kind, _) in outcomes.items()
-            if kind == "error"
-        }
+        traced = [rank for rank, (kind, _) in outcomes.items() if kind == "error"]
         dead = [rank for rank in range(self.num_tasks) if rank not in outcomes]
         if not traced and not dead:
             return None
         death = self._first_death()
         if traced and (death is None or death[1].startswith("Exited")):
-            rank = min(traced, key=lambda rank: traced[rank])
+            files = {rank: self.task(rank).paths.result_pickle for rank in traced}
+            rank = min(traced, key=lambda rank: files[rank].stat().st_mtime)
             return self._failure_of(rank, outcomes[rank][1])
         rank, what = death or (dead[0], "no result")
-        tail = (self.task(rank).stderr() or self.batch_log())[-_LOG_TAIL:]
+        log = self.task(rank).stderr() or self.batch_log()
+        tail = log[-_LOG_TAIL:] or f"no log in {self.paths.folder}: do all nodes share this folder?"
         return self._failure_of(rank, f"{what}; the job is {self.state}\n{tail}")
 
     def _failure_of(self, rank: int, reason: str) -> TaskFailure:
@@ -225,10 +223,5 @@ class HetSlurmJob(slurm.SlurmJob[Any]):
         components = self.get_info(mode="cache")["NodeList"].split(" ")
         for ranks, nodes in zip(self.role_ranks.values(), components, strict=False):
             if node in slurm._parse_node_list(nodes):
-                return ranks[int(task)], f"{node}: {what}"
+                return ranks[int(task)], what
         return None
-
-
-def _written(task: Any) -> float:
-    path: Path = task.paths.result_pickle
-    return path.stat().st_mtime

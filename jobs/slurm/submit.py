@@ -7,7 +7,7 @@ from jobs.preflight import check_inputs
 from jobs.run_folder import RunFolder
 from jobs.slurm import client
 from jobs.slurm.batch import (
-    CLEAR,
+    BEGIN,
     SRUN_OPTIONS,
     components_of,
     epilogue,
@@ -57,7 +57,7 @@ def executor_for(config: Config, folder: RunFolder) -> HetSlurmExecutor:
         requeue=True,
         signal_delay_s=cluster.warning_s,
         options=cluster.options,
-        setup=[*prologue(config, folder), CLEAR],
+        setup=[*prologue(config, folder), *BEGIN],
         srun_options=SRUN_OPTIONS,
         epilogue=epilogue(config),
     )
@@ -96,6 +96,7 @@ def submit_run(config: Config, folder: RunFolder) -> str:
         write_atomically(folder.batch_file, executor.script())
         client.check_script(str(folder.batch_file))
         job = int(executor.submit(roles_of(config, folder)).job_id)
+        client.refuse_hopeless(job)
         folder.set_job(job)
     return f"job {job}, run folder {folder.path}"
 
