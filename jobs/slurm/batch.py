@@ -108,8 +108,10 @@ def epilogue(config: Config) -> list[str]:
         'if [ -e "$run/failed" ]; then',
         '    if ! grep -q \'"again": true\' "$run/failed"; then exit 1; fi',
         '    cp "$run/failed" "$why"',
-        "else",
+        'elif [ "$code" = 0 ]; then',
         '    echo \'{"error": "stopped, as at a time limit or preemption"}\' >"$why"',
+        "else",
+        '    echo "{\\"error\\": \\"tasks were killed: srun ended with $code\\"}" >"$why"',
         "fi",
         f'if [ "$restart" -lt {config.cluster.max_restarts} ]; then',
         "    trap '' TERM  # Slurm ends this script while it answers",
@@ -169,9 +171,10 @@ def teachers_file(config: Config, folder: RunFolder, nodes: int, first: int) -> 
     own = components_of(config)[1]
     teacher = replace(own, nodes=nodes)
     options = job_options(f"{job_name(config)}-teachers")
+    common = {"time": config.cluster.time_min, **config.cluster.options}
     lines = [
         "#!/bin/bash",
-        *sbatch_header([teacher], options, {"time": config.cluster.time_min}),
+        *sbatch_header([teacher], options, common),
         "",
         *prologue(config, folder),
         "",
