@@ -13,7 +13,7 @@ from toolkit.config import ComponentSection, Config
 from toolkit.errors import InputError
 from transport.rendezvous import write_atomically
 
-SRUN_OPTIONS = ("--unbuffered", "--kill-on-bad-exit=0", "--cpu-bind=none")
+SRUN_OPTIONS = ("--unbuffered", "--kill-on-bad-exit=0")
 """A role that loses its peers saves and ends by itself; srun shall not end it first."""
 
 BEGIN = (

@@ -94,8 +94,12 @@ def srun_command(
     Args:
         components: as in `sbatch_header`.
         commands: what the tasks of each role run, as words that the shell shall not touch.
-        options: options of srun before the first component.
+        options: options of srun before the first component. Unless somebody chooses, tasks are not
+            bound to CPUs: roles set their own number of threads.
     """
+    chosen = [*options, *(option for part in components for option in part.srun_options)]
+    if not any(option.startswith("--cpu-bind") for option in chosen):
+        options = [*options, "--cpu-bind=none"]
     parts = []
     for number, component in enumerate(components):
         part = [f"--het-group={number}"] if len(components) > 1 else []

@@ -184,17 +184,12 @@ class HetSlurmExecutor(SlurmExecutor):
             *job.setup,
             *self._exports(),
             "",
-            srun_command(components, commands, self._srun_options()),
+            srun_command(components, commands, ["--kill-on-bad-exit=1", *job.srun_options]),
             "code=$?",
             *job.epilogue,
             'exit "$code"',
         ]
         return "\n".join(lines) + "\n"
-
-    def _srun_options(self) -> list[str]:
-        own = [*self._job.srun_options, *(o for c in self._components for o in c.srun_options)]
-        unbound = [] if any(o.startswith("--cpu-bind") for o in own) else ["--cpu-bind=none"]
-        return ["--kill-on-bad-exit=1", *unbound, *self._job.srun_options]
 
     def _exports(self) -> list[str]:
         variables = {

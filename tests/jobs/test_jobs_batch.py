@@ -44,7 +44,7 @@ def _config(*overrides: str) -> Config:
 def _golden(name: str, text: str) -> None:
     text = text.replace(sys.executable, "/env/bin/python")
     path = GOLDEN / name
-    if os.environ.get("UPDATE_GOLDEN"):
+    if os.environ.get("DISAGGKD_WRITE_GOLDEN"):
         path.write_text(text, encoding="utf-8")
     assert text == path.read_text(encoding="utf-8")
 
