@@ -8,6 +8,7 @@ import pytest
 from command_line import CommandLine, listening_ports, shared_memory, wait_for
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the tests on Slurm first, all in one worker: they wait much and share a cluster."""
     items.sort(key=lambda item: item.get_closest_marker("slurm") is None)
