@@ -87,7 +87,8 @@ class _StudentRun:
     def run(self) -> bool:
         """Evaluate, train, evaluate; return whether all is done."""
         config, ranks = self._config, self._ranks
-        timeout_s = config.transport.connect_timeout_s
+        # A rank may wait for its teachers while the others already wait for it.
+        timeout_s = config.transport.connect_timeout_s + config.transport.take_timeout_s
         with (
             self._open_teacher() as teacher,
             joined(ranks, self._folder.path, config.interface, timeout_s),

@@ -6,15 +6,20 @@ from pathlib import Path
 
 import pytest
 from command_line import CommandLine, listening_ports, shared_memory, wait_for
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the tests on Slurm first, all in one worker: they wait much and share a cluster."""
-    items.sort(key=lambda item: item.get_closest_marker("slurm") is None)
-    for item in items:
-        if item.get_closest_marker("slurm") is not None:
-            item.add_marker(pytest.mark.xdist_group("slurm"))
+class SlurmTogether(LoadScopeScheduling):
+    """Gives all tests on Slurm to one worker: they share clusters, and wait most of the time."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "slurm" if "tests/slurm/" in nodeid else nodeid
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> SlurmTogether:
+    """Schedule the largest group first, and everything else one by one beside it."""
+    return SlurmTogether(config, log)
 
 
 @pytest.fixture
