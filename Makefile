@@ -11,7 +11,7 @@ demo: env .cache/python-docs.bin
 	$(BIN)/disaggkd run examples/smollm2.toml --set run.folder=$(RUN)
 
 test: env
-	$(BIN)/python -m pytest -n 2 --dist loadscope $(PYTEST)
+	$(BIN)/python -m pytest $(PYTEST)
 
 check: env
 	$(BIN)/ruff check .

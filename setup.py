@@ -94,7 +94,6 @@ setup(
             "pytest",
             "pytest-cov",
             "pytest-timeout",
-            "pytest-xdist",
             "ruff",
             "setuptools>=70.1",
         ],

@@ -6,20 +6,6 @@ from pathlib import Path
 
 import pytest
 from command_line import CommandLine, listening_ports, shared_memory, wait_for
-from xdist.remote import Producer
-from xdist.scheduler import LoadScopeScheduling
-
-
-class SlurmTogether(LoadScopeScheduling):
-    """Gives all tests on Slurm to one worker: they share clusters, and wait most of the time."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        return "slurm" if "tests/slurm/" in nodeid else nodeid
-
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> SlurmTogether:
-    """Schedule the largest group first, and everything else one by one beside it."""
-    return SlurmTogether(config, log)
 
 
 @pytest.fixture

@@ -90,13 +90,6 @@ def test_no_clients_at_all(tmp_path: Path) -> None:
     assert "is not on PATH" in submit(command)
 
 
-def test_a_run_folder_with_an_evil_name(command: CommandLine, slurm: SlurmCluster) -> None:
-    arguments = command.run_arguments(EVIL, *TASKS, command="submit")
-    command(*arguments)
-    wait_for(lambda: (command.folder / EVIL / "done").exists(), 60, "the end of the run")
-    wait_for(lambda: not slurm.run("squeue", "--noheader").stdout, 30, "the end of the job")
-
-
 def test_the_plain_file_runs_by_hand_and_again(command: CommandLine, slurm: SlurmCluster) -> None:
     file = command.folder / "my job.sbatch"
     arguments = command.run_arguments(EVIL, *TASKS, command="sbatch")
@@ -110,11 +103,11 @@ def test_the_plain_file_runs_by_hand_and_again(command: CommandLine, slurm: Slur
 
 
 def test_a_job_submitted_from_inside_another(command: CommandLine, slurm: SlurmCluster) -> None:
-    arguments = command.run_arguments("run", *TASKS, command="submit")
+    arguments = command.run_arguments(EVIL, *TASKS, command="submit")
     inner = shlex.join([sys.executable, "-m", "jobs", *arguments])
     said = shlex.quote(str(command.folder / "out"))
     outer = f"cd {shlex.quote(str(ROOT))} && {inner} >{said} 2>&1"
     slurm.run("sbatch", "--output=/dev/null", "--ntasks=3", "--mem=200", f"--wrap={outer}")
-    done = command.folder / "run" / "done"
+    done = command.folder / EVIL / "done"
     wait_for(done.exists, 90, f"the end of the run, see {said},")
     wait_for(lambda: not slurm.run("squeue", "--noheader").stdout, 30, "the end of the jobs")
