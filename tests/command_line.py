@@ -1,6 +1,7 @@
 """Running the command line for real, and looking at what it leaves behind."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -53,6 +54,8 @@ class CommandLine:
             stderr=subprocess.STDOUT,
             text=True,
             env={**self._env, "COLUMNS": "100"},
+            # A shell that runs the tests in the background has Ctrl-C ignored in all of them.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
 
     def __call__(self, *arguments: str | Path, expect: int = 0) -> str:
