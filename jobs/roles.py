@@ -74,6 +74,7 @@ def on_signals(action: Callable[[], object], *numbers: signal.Signals) -> None:
 
     for number in numbers:
         signal.signal(number, handle)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)  # a task of Slurm has blocked them
 
 
 def load_checked(name: str, section: ModelSection, config: Config) -> PreTrainedModel:

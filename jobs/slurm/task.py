@@ -1,11 +1,15 @@
 """A task of a run's Slurm job: which rank of its role it is, and where its output goes."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
 from jobs.run_folder import RunFolder
 from toolkit.errors import InputError
+
+WARNINGS = {signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM}
+"""Signals by which Slurm says that a job is to end soon."""
 
 
 def role_rank(shift: int) -> int:
@@ -40,6 +44,8 @@ def run_task(role: str, folder: Path, shift: int) -> int:
         folder: run folder.
         shift: see `role_rank`.
     """
+    # A warning that comes while Python still imports shall wait for the role's handlers.
+    signal.pthread_sigmask(signal.SIG_BLOCK, WARNINGS)
     rank = role_rank(shift)
     write_to_log(RunFolder(folder), role, rank)
     from jobs.roles import EXIT_STOPPED, run_role
