@@ -105,7 +105,10 @@ class _StudentRun:
             if trainer.step == 0 and not self._evaluated("before", teacher):
                 return False
             self._metrics.write("phase", phase="training")
-            return trainer.train(self._stop.is_set) and self._evaluated("after", teacher)
+            # At least one step, also when the warning came early: else no start would get further.
+            start = trainer.step
+            done = trainer.train(lambda: self._stop.is_set() and trainer.step > start)
+            return done and self._evaluated("after", teacher)
 
     def _evaluated(self, when: str, teacher: TeacherSource) -> bool:
         """Evaluate, unless that is done or not wanted; return whether it came to its end."""

@@ -159,16 +159,17 @@ def test_time_limits_are_survived(runs: Runs) -> None:
     limits = ("cluster.time_min=1", "cluster.warning_s=30")
     runs.submit("run", *limits, "checkpoint.every_steps=100000", steps=100000)
     restarts = runs.folder("run") / "restarts"
-    wait_for(lambda: len(list(restarts.glob("*.json"))) == 2, 200, "the second restart")
-    assert runs.status("run").count("started again: stopped, as at a time limit") == 2
+    wait_for(lambda: len(list(restarts.glob("*.json"))) >= 1, 100, "the first restart")
     done = runs.steps("run")
-    saved = max(p.name for p in (runs.folder("run") / "checkpoints").glob("step-*"))
-    assert saved == f"step-{done:08d}"  # nothing was lost
+    saved = [p.name for p in (runs.folder("run") / "checkpoints").glob("step-*")]
+    assert f"step-{done:08d}" in saved  # nothing was lost
+    wait_for(lambda: len(list(restarts.glob("*.json"))) >= 2, 150, "the second restart")
+    assert runs.status("run").count("started again: stopped, as at a time limit") >= 2
     runs.wait_more_steps("run")
+    assert runs.steps("run") > done
     assert "is cancelled" in runs.command("cancel", runs.folder("run"))
     wait_for(lambda: not runs.states("run"), 30, "the end of the job")
     assert not (runs.folder("run") / "done").exists()
-    assert len(list(restarts.glob("*.json"))) == 2
 
 
 def test_an_exception_in_one_rank_fails_the_job_with_its_traceback(runs: Runs) -> None:
