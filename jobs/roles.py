@@ -19,9 +19,9 @@ from toolkit.errors import InputError
 from toolkit.models.heads import head_of
 from toolkit.models.load import load_model
 from toolkit.models.self_test import check_head, check_packing
-from transport.control import Liveness
 from transport.errors import DeadlineError, PeerLostError, TransportError
 from transport.library import apply_settings, find_ucx, ucx_settings
+from transport.liveness import Liveness
 from transport.ucx import version
 
 log = logging.getLogger(__name__)
@@ -103,8 +103,9 @@ def open_ucx(config: Config) -> None:
 
 
 def liveness_of(config: Config) -> Liveness:
-    """Return how often a side says that it lives, and when it counts as dead."""
-    return Liveness(config.transport.heartbeat_s, config.transport.dead_after_s)
+    """Return how often a side says that it lives, and what follows from silence."""
+    transport = config.transport
+    return Liveness(transport.heartbeat_s, transport.dead_after_s, transport.grace_s)
 
 
 def device_of(config: Config, rank: int) -> torch.device:

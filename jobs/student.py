@@ -140,16 +140,19 @@ class _StudentRun:
     def _connect(self, dtype: torch.dtype) -> TeacherPool:
         config, hidden_size = self._config, self._facts.hidden_size
         open_ucx(config)
+        slots = config.ring.slots + config.ring.spare_slots
         pool = TeacherPool(
             self._folder.path,
-            RingGeometry(config.ring.slots, config.slot_tokens, hidden_size, dtype.itemsize),
+            RingGeometry(slots, config.slot_tokens, hidden_size, dtype.itemsize),
             rank=self._ranks.rank,
             facts=self._facts.as_dict(),
             liveness=liveness_of(config),
+            num_spare_slots=config.ring.spare_slots,
+            order_timeout_s=config.transport.order_timeout_s,
         )
         self._metrics.write("phase", phase="waiting for teachers")
-        try:
-            names = pool.connect(config.num_teachers, config.transport.connect_timeout_s)
+        try:  # the others may join later
+            names = pool.connect(1, config.transport.connect_timeout_s)
         except BaseException:
             pool.close()
             raise

@@ -101,6 +101,9 @@ class RingSection(Section):
     """The ring of hidden states in the student's memory."""
 
     slots: int = Field(default=4, ge=2)
+    """Micro-batches that teachers may be ahead of the student."""
+    spare_slots: PositiveInt = 2
+    """Further slots, for orders of lost teachers, which may still write to their own."""
     slot_tokens: PositiveInt | None = None
     """Rows that one slot holds; by default exactly a micro-batch."""
 
@@ -138,6 +141,11 @@ class TransportSection(Section):
     """UCX_TLS, for example `posix` or `tcp`; by default UCX chooses."""
     heartbeat_s: PositiveFloat = 1.0
     dead_after_s: PositiveFloat = 10.0
+    """Silence after which a teacher's orders go to others, and a student's orders wait."""
+    grace_s: PositiveFloat = 60.0
+    """How long a student waits when no teacher is left, and a teacher without students."""
+    order_timeout_s: PositiveFloat = 60.0
+    """After which time an order goes to another teacher, if there is one."""
     connect_timeout_s: PositiveFloat = 300.0
     """How long a student waits for teachers to load; also how long a teacher waits for one."""
     take_timeout_s: PositiveFloat = 600.0

@@ -13,31 +13,30 @@ from dataclasses import dataclass, field
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils.monitor import recv_monitor_message
 
 from transport.errors import ProtocolError
-from transport.messages import MAX_BUFFER_BYTES, Heartbeat, Message, decode, encode
+from transport.liveness import Gone, Heard, Liveness, Probe, Silent
+from transport.messages import MAX_BUFFER_BYTES, Bye, Heartbeat, Message, decode, encode
 from transport.rendezvous import RunKeys
 
 log = logging.getLogger(__name__)
 
-OnMessage = Callable[[str, Message, list[bytes]], None]
-OnLost = Callable[[str, str], None]
+Event = Message | Silent | Heard | Gone
+OnEvent = Callable[[str, Event, list[bytes]], None]
 _LINGER_MS = 1000
-
-
-@dataclass(frozen=True)
-class Liveness:
-    """How often a side says that it lives, and after which silence it counts as dead."""
-
-    heartbeat_s: float = 1.0
-    dead_after_s: float = 10.0
 
 
 @dataclass
 class _Peer:
     socket: zmq.Socket[bytes]
     address: list[bytes]
+    endpoint: tuple[str, int] | None = None  # where it listens, if it does
+    monitor: zmq.Socket[bytes] | None = None  # tells when its connection closes
     last_seen: float = field(default_factory=time.monotonic)
+    silent: bool = False
+    disconnected: bool = False
+    probe: Probe | None = None
 
 
 class _OnlyKey:
@@ -53,25 +52,22 @@ class _OnlyKey:
 class ControlChannel:
     """Exchanges messages with named peers; callbacks run in the channel's thread."""
 
-    def __init__(
-        self, keys: RunKeys, liveness: Liveness, *, on_message: OnMessage, on_lost: OnLost
-    ) -> None:
+    def __init__(self, keys: RunKeys, liveness: Liveness, on_event: OnEvent) -> None:
         """Prepare a channel.
 
         Args:
             keys: keys of the run.
             liveness: heartbeat interval and limit.
-            on_message: called with peer, message and buffers.
-            on_lost: called once with a peer that fell silent, and the reason.
+            on_event: called with the peer, a message or what became of the peer, and buffers.
         """
         self._keys = keys
         self._liveness = liveness
-        self._on_message = on_message
-        self._on_lost = on_lost
+        self._on_event = on_event
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._router: zmq.Socket[bytes] | None = None
         self._authenticator: ThreadAuthenticator | None = None
         self._peers: dict[str, _Peer] = {}
+        self._monitors: dict[zmq.Socket[bytes], str] = {}
         self._calls: deque[Callable[[], None]] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         self._poller = zmq.Poller()
@@ -97,16 +93,32 @@ class ControlChannel:
         """Start the thread."""
         self._thread.start()
 
-    def connect(self, peer: str, endpoint: str, identity: str) -> None:
-        """Connect to a peer that listens; `identity` is the name by which it knows this side."""
+    def connect(
+        self, peer: str, endpoint: str, identity: str, hello: Message, *buffers: bytes
+    ) -> None:
+        """Connect to a peer that listens, and say hello.
+
+        Args:
+            peer: its name on this side.
+            endpoint: where it listens.
+            identity: the name by which it shall know this side.
+            hello: the first message; what comes before it would not be heard.
+            buffers: its buffers.
+        """
+        frames = encode(hello, *buffers)
 
         def call() -> None:
-            socket = self._socket(zmq.DEALER, self._keys.student_public, self._keys.student_secret)
-            socket.identity = identity.encode()
-            socket.curve_serverkey = self._keys.teacher_public.encode()
-            socket.connect(endpoint)
-            self._poller.register(socket, zmq.POLLIN)
-            self._peers[peer] = _Peer(socket, [])
+            dealer = self._socket(zmq.DEALER, self._keys.student_public, self._keys.student_secret)
+            dealer.identity = identity.encode()
+            dealer.curve_serverkey = self._keys.teacher_public.encode()
+            monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            dealer.connect(endpoint)
+            host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+            self._peers[peer] = _Peer(dealer, [], (host, int(port)), monitor)
+            self._monitors[monitor] = peer
+            for source in (dealer, monitor):
+                self._poller.register(source, zmq.POLLIN)
+            self._send_now(peer, frames)
 
         self._in_thread(call)
 
@@ -163,7 +175,7 @@ class ControlChannel:
             self._run_calls()
         except BaseException as error:
             for peer in list(self._peers):
-                self._on_lost(peer, f"the control channel failed: {error!r}")
+                self._on_event(peer, Silent(f"the control channel failed: {error!r}"), [])
             raise
 
     def _run_calls(self) -> None:
@@ -173,6 +185,12 @@ class ControlChannel:
     def _receive(self, source: zmq.Socket[bytes] | int) -> None:
         if isinstance(source, int):
             os.eventfd_read(source)
+            return
+        if source in self._monitors:
+            recv_monitor_message(source)
+            peer = self._monitors[source]
+            self._peers[peer].disconnected = True
+            self._look_for(peer)
             return
         try:
             while True:
@@ -193,11 +211,20 @@ class ControlChannel:
             return
         if source is self._router and message.kind == "hello":
             self._peers.setdefault(peer, _Peer(source, [identity]))
-        if peer not in self._peers:
+        elif peer not in self._peers:  # it was given up, and lives: it may say hello again
+            if message.kind != "bye":
+                source.send_multipart([identity, *encode(Bye(clean=False))], zmq.NOBLOCK)
             return
-        self._peers[peer].last_seen = time.monotonic()
+        self._hear(peer)
         if message.kind != "heartbeat":
-            self._on_message(peer, message, buffers)
+            self._on_event(peer, message, buffers)
+
+    def _hear(self, peer: str) -> None:
+        known = self._peers[peer]
+        known.last_seen, known.disconnected = time.monotonic(), False
+        if known.silent:
+            known.silent = False
+            self._on_event(peer, Heard(), [])
 
     def _send_now(self, peer: str, frames: list[bytes]) -> None:
         known = self._peers.get(peer)
@@ -210,16 +237,41 @@ class ControlChannel:
 
     def _drop(self, peer: str) -> None:
         known = self._peers.pop(peer, None)
-        if known is not None and known.socket is not self._router:
+        if known is None:
+            return
+        if known.probe is not None:
+            known.probe.close()
+        if known.monitor is not None:
+            del self._monitors[known.monitor]
+            self._poller.unregister(known.monitor)
             self._poller.unregister(known.socket)
+            known.socket.disable_monitor()
+            known.monitor.close(0)
             known.socket.close(_LINGER_MS)
 
     def _beat(self) -> None:
         limit = time.monotonic() - self._liveness.dead_after_s
         frames = encode(Heartbeat())
         for peer, known in list(self._peers.items()):
-            if known.last_seen < limit:
-                self._drop(peer)
-                self._on_lost(peer, f"silent for {self._liveness.dead_after_s:g} s")
-            else:
-                self._send_now(peer, frames)
+            self._send_now(peer, frames)
+            if known.last_seen < limit and not known.silent:
+                known.silent = True
+                reason = f"silent for {self._liveness.dead_after_s:g} s"
+                self._on_event(peer, Silent(reason), [])
+            if known.silent or known.disconnected:
+                self._look_for(peer)
+
+    def _look_for(self, peer: str) -> None:
+        """Find out whether the process of a silent peer that listens has ended."""
+        known = self._peers[peer]
+        if known.endpoint is None:
+            return
+        known.probe = known.probe or Probe(known.endpoint)
+        refused = known.probe.refused()
+        if refused is None:
+            return
+        known.probe.close()
+        known.probe = None
+        if refused:
+            self._drop(peer)
+            self._on_event(peer, Gone("its process has ended"), [])

@@ -66,6 +66,22 @@ class RingGeometry:
     def _slots_offset(self) -> int:
         return _align(self.slots * CACHE_LINE_BYTES, PAGE_BYTES)
 
+    def check(self, slot: int, num_rows: int, num_bytes: int) -> None:
+        """Refuse a payload that does not fit a slot.
+
+        Raises:
+            ProtocolError: there is no such slot, it is too small, or the bytes are not the rows.
+        """
+        if not 0 <= slot < self.slots:
+            raise ProtocolError(f"slot {slot} is not one of the ring's {self.slots}")
+        if num_rows > self.slot_tokens:
+            raise ProtocolError(f"{num_rows} rows do not fit a slot of {self.slot_tokens} rows")
+        if num_bytes != num_rows * self.row_bytes:
+            raise ProtocolError(
+                f"payload has {num_bytes} bytes, {num_rows} rows of "
+                f"{self.row_bytes} bytes were announced"
+            )
+
     def doorbell_offset(self, slot: int) -> int:
         """Return where the doorbell of a slot stands, in bytes from the start of the region."""
         return slot * CACHE_LINE_BYTES

@@ -17,9 +17,10 @@ from pydantic import (
 
 from transport.errors import ProtocolError
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_HEADER_BYTES = 1 << 16
 MAX_BUFFER_BYTES = 1 << 28
+ROW_INDEX_BYTES = 4
 
 
 class _Message(BaseModel):
@@ -92,6 +93,22 @@ class Failed(_Message):
     message: str
 
 
+class Cancel(_Message):
+    """Student to teacher: do not write this order's answer, another teacher has it now."""
+
+    kind: Literal["cancel"] = "cancel"
+    sequence: NonNegativeInt
+    attempt: NonNegativeInt
+
+
+class Cancelled(_Message):
+    """Teacher to student: I have written this answer, or never will; the slot is yours."""
+
+    kind: Literal["cancelled"] = "cancelled"
+    sequence: NonNegativeInt
+    attempt: NonNegativeInt
+
+
 class Heartbeat(_Message):
     """Both ways, once a second: I live."""
 
@@ -99,12 +116,16 @@ class Heartbeat(_Message):
 
 
 class Bye(_Message):
-    """Both ways: an orderly end; a teacher says it when it will write no more."""
+    """Both ways: the connection is over; a teacher will write no more.
+
+    Of a connection that broke (`clean` is false), bytes may still be on their way.
+    """
 
     kind: Literal["bye"] = "bye"
+    clean: bool = True
 
 
-Message = Hello | Welcome | Refuse | Order | Failed | Heartbeat | Bye
+Message = Hello | Welcome | Refuse | Order | Failed | Cancel | Cancelled | Heartbeat | Bye
 _ADAPTER: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="kind")])
 
 

@@ -1,4 +1,4 @@
-"""The student's side of the orders: who computes what, into which slot, and what came back."""
+"""The student's side of the orders: a ring, the teachers that write into it, what came back."""
 
 import logging
 import threading
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transport.control import ControlChannel, Liveness
+from transport.control import ControlChannel, Event
 from transport.errors import (
     DeadlineError,
     OrderFailedError,
@@ -20,16 +20,19 @@ from transport.errors import (
 )
 from transport.handles import Handle
 from transport.layout import RingGeometry, SlotHeader, token_digest
+from transport.liveness import Gone, Heard, Liveness, Silent
 from transport.messages import (
     PROTOCOL_VERSION,
+    ROW_INDEX_BYTES,
     Bye,
+    Cancel,
+    Cancelled,
     Failed,
     Hello,
-    Message,
-    Order,
     Refuse,
     Welcome,
 )
+from transport.orders import OrderBook, Work
 from transport.rendezvous import RunKeys, discover
 from transport.ring import Ring
 from transport.ucx import Worker
@@ -37,9 +40,8 @@ from transport.ucx import Worker
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.05
-_GREETING_S = 1.0
+_TICK_S = 0.25
 _TEACHER_PREFIX = "teacher-"
-_ROW_INDEX_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -61,18 +63,11 @@ class Answer:
     waited_s: float
 
 
-@dataclass(frozen=True)
-class _Outstanding:
-    order: Order
-    teacher: str
-    digest: bytes
-    num_rows: int
-
-
 class TeacherPool(Handle):
     """Gives orders to teachers and takes their answers in the order of sequence.
 
-    One order per free slot is all the back-pressure there is. Used from one thread.
+    One order per slot is all the back-pressure there is. Teachers come and go at any time; what a
+    lost one owed, another computes. `order`, `take` and `release` are called from one thread.
     """
 
     def __init__(
@@ -83,6 +78,8 @@ class TeacherPool(Handle):
         rank: int,
         facts: Mapping[str, Any],
         liveness: Liveness,
+        num_spare_slots: int = 0,
+        order_timeout_s: float = 60.0,
     ) -> None:
         """Make the ring.
 
@@ -91,32 +88,33 @@ class TeacherPool(Handle):
             geometry: geometry of the ring.
             rank: rank of this student.
             facts: what the teachers must be; one that differs is refused.
-            liveness: heartbeat interval and limit.
+            liveness: heartbeat interval and limits.
+            num_spare_slots: how many of the ring's slots are kept for orders of lost teachers.
+            order_timeout_s: after which time an order is given to another teacher, if there is one.
         """
         self._folder = folder
         self._keys = RunKeys.load(folder)
         self._rank = rank
         self._facts = dict(facts)
         self._identity = f"student-{rank}.{uuid.uuid4().hex[:8]}"
+        self._num_orders = geometry.slots - num_spare_slots
+        self._order_timeout_s = order_timeout_s
         self._worker = Worker()
         self._worker.start_progress()
         self._ring = Ring(self._worker, geometry)
         self._liveness = liveness
-        self._channel = ControlChannel(
-            self._keys, liveness, on_message=self._on_message, on_lost=self._on_lost
-        )
+        self._book = OrderBook(geometry.slots, rank, self._is_ready)
         self._changed = threading.Condition()
-        self._welcome: dict[str, str] = {}
-        self._ended: set[str] = set()
-        self._failure: TransportError | None = None
-        self._free_slots = list(range(geometry.slots))
-        self._outstanding: dict[int, _Outstanding] = {}
         self._greeted: set[str] = set()
-        self._next_greeting = 0.0
+        self._welcomed: set[str] = set()
+        self._failure: TransportError | None = None
         self._next_order = 0
         self._next_take = 0
-        self._closing = False
+        self._closing = threading.Event()
+        self._channel = ControlChannel(self._keys, liveness, self._on_event)
         self._channel.start()
+        self._ticker = threading.Thread(target=self._tick, name="teachers", daemon=True)
+        self._ticker.start()
 
     def connect(self, num_teachers: int, timeout_s: float) -> list[str]:
         """Wait until this many teachers of the run have published themselves and said welcome.
@@ -128,54 +126,39 @@ class TeacherPool(Handle):
             RefusedError: one does not fit; the message is its reason.
             DeadlineError: they were not there in time.
         """
-        deadline = time.monotonic() + timeout_s
         with self._changed:
-            while len(self._welcome) < num_teachers:
-                self._raise_failure()
-                if time.monotonic() > deadline:
-                    raise DeadlineError(
-                        f"{len(self._welcome)} of {num_teachers} teachers came within "
-                        f"{timeout_s:g} s; see the teachers' logs"
-                    )
-                self._greet_new()
-                self._changed.wait(_POLL_S)
-            return sorted(self._welcome)
-
-    def _greet_new(self) -> None:
-        """Say hello to teachers that have published themselves since; they may come at any time."""
-        geometry = self._ring.geometry
-        hello = Hello(
-            protocol=PROTOCOL_VERSION,
-            run=self._keys.run,
-            rank=self._rank,
-            **vars(geometry),
-            address=self._ring.address,
-            facts=self._facts,
-        )
-        new = {
-            name: record["endpoint"]
-            for name, record in discover(self._folder).items()
-            if name.startswith(_TEACHER_PREFIX) and name not in self._greeted
-        }
-        for name, endpoint in new.items():
-            self._channel.connect(name, endpoint, self._identity)
-            self._channel.send(name, hello, self._worker.address, self._ring.key)
-        self._greeted |= new.keys()
+            self._changed.wait_for(
+                lambda: self._failure or len(self._welcomed) >= num_teachers, timeout_s
+            )
+            self._raise_failure()
+            if len(self._welcomed) < num_teachers:
+                raise DeadlineError(
+                    f"{len(self._welcomed)} of {num_teachers} teachers came within "
+                    f"{timeout_s:g} s; see the teachers' logs"
+                )
+            return sorted(name.partition(".")[0] for name in self._welcomed)
 
     @property
-    def free_slots(self) -> int:
+    def num_teachers(self) -> int:
+        """How many teachers can be given orders now."""
+        return len(self._book.teachers)
+
+    @property
+    def room(self) -> int:
         """How many more orders can be given now."""
-        return len(self._free_slots)
+        return self._num_orders - len(self._book.works)
 
     @property
     def num_ready(self) -> int:
         """How many answers are in the ring, not taken yet."""
-        return sum(self._is_ready(item) for item in self._outstanding.values())
+        with self._changed:
+            waiting = [w for w in self._book.works.values() if w.sequence >= self._next_take]
+        return sum(map(self._is_ready, waiting))
 
     def order(
         self, token_ids: bytes, positions: bytes, rows: bytes, *, batch: int, length: int
     ) -> int:
-        """Ask for the hidden states of a micro-batch; needs a free slot.
+        """Ask for the hidden states of a micro-batch; needs `room`.
 
         Args:
             token_ids: int32 `[batch, length]`.
@@ -189,132 +172,202 @@ class TeacherPool(Handle):
 
         Raises:
             ProtocolError: more rows are wanted than a slot holds.
+            TransportError: the pool has failed.
         """
-        num_rows, limit = len(rows) // _ROW_INDEX_BYTES, self._ring.geometry.slot_tokens
+        num_rows, limit = len(rows) // ROW_INDEX_BYTES, self._ring.geometry.slot_tokens
         if num_rows > limit:
             raise ProtocolError(
                 f"{num_rows} rows are wanted but a slot holds {limit}: raise ring.slot_tokens"
             )
-        if time.monotonic() >= self._next_greeting:
-            self._greet_new()
-            self._next_greeting = time.monotonic() + _GREETING_S
-        slot = self._free_slots.pop(0)
-        order = Order(sequence=self._next_order, slot=slot, batch=batch, length=length)
+        assert self.room > 0
         with self._changed:
             self._raise_failure()
-            teacher = self._least_busy()
-        self._outstanding[order.sequence] = _Outstanding(
-            order, teacher, token_digest(token_ids), num_rows
-        )
-        self._next_order += 1
-        self._channel.send(teacher, order, token_ids, positions, rows)
-        return order.sequence
+            work = Work(self._next_order, batch, length, (token_ids, positions, rows))
+            self._next_order += 1
+            self._book.add(work)
+            self._assign()
+        return work.sequence
 
     def take(self, timeout_s: float) -> Answer:
         """Wait for the next answer in sequence.
 
         Raises:
-            OrderFailedError: the teacher met an error.
-            PeerLostError: a teacher is gone.
+            OrderFailedError: teachers met an error with it.
+            PeerLostError: no teacher could be given the order for `liveness.grace_s`.
             ProtocolError: what came is not the answer to what was asked.
             DeadlineError: nothing came within `timeout_s`.
         """
-        item = self._outstanding[self._next_take]
-        order = item.order
-        start = time.monotonic()
-        while not self._ring.wait(order.slot, order.sequence, order.attempt, _POLL_S):
+        work, start = self._book.works[self._next_take], time.monotonic()
+        blocked_since = start
+        while not self._wait(work):
+            now = time.monotonic()
+            if work.slot is not None:
+                blocked_since = now
             with self._changed:
                 self._raise_failure()
-            if time.monotonic() - start > timeout_s:
-                raise DeadlineError(
-                    f"{item.teacher} did not answer order {order.sequence} within {timeout_s:g} s"
+                obstacle = None if work.slot is not None else self._book.obstacle()
+            if obstacle and now - blocked_since > self._liveness.grace_s:
+                raise PeerLostError(
+                    f"order {work.sequence} waited {self._liveness.grace_s:g} s: {obstacle}"
                 )
-        header = self._ring.header(order.slot)
-        _check_answer(item, header)
+            if now - start > timeout_s:
+                raise DeadlineError(
+                    f"{work.teacher} did not answer order {work.sequence} within {timeout_s:g} s"
+                )
+        slot = work.slot
+        assert slot is not None
+        header = self._ring.header(slot)
+        _check_answer(work, header)
         self._next_take += 1
         return Answer(
-            sequence=order.sequence,
-            slot=order.slot,
-            payload=self._ring.payload(order.slot, header.num_rows),
+            sequence=work.sequence,
+            slot=slot,
+            payload=self._ring.payload(slot, header.num_rows),
             header=header,
             waited_s=time.monotonic() - start,
         )
 
     def release(self, answer: Answer) -> None:
         """Give the slot of a taken answer back; its payload may be overwritten from here on."""
-        del self._outstanding[answer.sequence]
-        self._free_slots.append(answer.slot)
+        with self._changed:
+            self._book.release(answer.sequence)
+            self._assign()
 
     def close(self) -> None:
         """Say bye, wait until no teacher writes any more, free the ring."""
-        if self._closing:
+        if self._closing.is_set():
             return
+        self._closing.set()
+        self._ticker.join()
         with self._changed:
-            self._closing = True
-            for teacher in self._welcome:
+            for teacher in self._welcomed:
                 self._channel.send(teacher, Bye())
             self._changed.wait_for(
-                lambda: self._ended >= set(self._welcome), timeout=self._liveness.dead_after_s
+                lambda: not self._book.teachers, timeout=self._liveness.dead_after_s
             )
         self._channel.close()
         self._ring.close()
         self._worker.close()
 
-    def _least_busy(self) -> str:
-        """Return the teacher with the fewest tokens to compute; ranks start at different ones."""
-        names = sorted(self._welcome)
-        busy = dict.fromkeys(names, 0)
-        for item in self._outstanding.values():
-            if not self._is_ready(item):
-                busy[item.teacher] += item.order.num_tokens
-        first = self._rank % len(names)
-        return min(names[first:] + names[:first], key=busy.__getitem__)
+    def _wait(self, work: Work) -> bool:
+        """Wait a moment for an order's answer; it may be given to another teacher meanwhile."""
+        with self._changed:
+            slot, attempt = work.slot, work.attempt
+            if slot is None:
+                self._changed.wait(_POLL_S)
+                return False
+        return self._ring.wait(slot, work.sequence, attempt, _POLL_S) and work.slot == slot
 
-    def _is_ready(self, item: _Outstanding) -> bool:
-        order = item.order
-        return order.sequence >= self._next_take and self._ring.is_ready(
-            order.slot, order.sequence, order.attempt
-        )
+    def _is_ready(self, work: Work) -> bool:
+        return work.slot is not None and self._ring.is_ready(work.slot, work.sequence, work.attempt)
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
 
-    def _on_message(self, peer: str, message: Message, buffers: list[bytes]) -> None:
+    def _assign(self) -> None:
+        for work in self._book.assign(time.monotonic()):
+            assert work.teacher is not None
+            self._channel.send(work.teacher, work.order(), *work.buffers)
+
+    def _tick(self) -> None:
+        """Greet teachers that came, and do what time brings about; a thread of its own."""
+        try:
+            while not self._closing.wait(_TICK_S):
+                self._greet_new()
+                with self._changed:
+                    for held in self._book.tick(time.monotonic(), self._order_timeout_s):
+                        cancel = Cancel(sequence=held.sequence, attempt=held.attempt)
+                        self._channel.send(held.teacher, cancel)
+                    self._assign()
+        except BaseException as error:
+            with self._changed:
+                self._fail(TransportError(f"the pool of teachers failed: {error!r}"))
+            raise
+
+    def _greet_new(self) -> None:
+        """Say hello to teachers that have published themselves since; they may come at any time."""
+        hello = Hello(
+            protocol=PROTOCOL_VERSION,
+            run=self._keys.run,
+            rank=self._rank,
+            **vars(self._ring.geometry),
+            address=self._ring.address,
+            facts=self._facts,
+        )
+        for peer, record in discover(self._folder, self._greeted).items():
+            if peer.startswith(_TEACHER_PREFIX):
+                self._greeted.add(peer)
+                ring = (self._worker.address, self._ring.key)
+                self._channel.connect(peer, record["endpoint"], self._identity, hello, *ring)
+
+    def _on_event(self, peer: str, event: Event, buffers: list[bytes]) -> None:
+        """Act on what a teacher said or what became of it; in the control channel's thread."""
         with self._changed:
-            match message:
+            match event:
                 case Welcome(transports=transports):
                     log.info("%s is there, over %s", peer, transports)
-                    self._welcome[peer] = transports
+                    self._welcomed.add(peer)
+                    self._book.teachers.add(peer)
                 case Refuse(reason=reason):
-                    self._fail(RefusedError(f"{peer} refused this student: {reason}"))
-                case Failed(sequence=sequence, error=error, message=text):
-                    self._fail(OrderFailedError(f"{peer}, order {sequence}: {error}: {text}"))
-                case Bye():
-                    self._end(peer, "it ended")
+                    self._refused(peer, reason)
+                case Failed(sequence=sequence, attempt=attempt, error=error, message=text):
+                    log.warning("%s failed order %d: %s: %s", peer, sequence, error, text)
+                    if not self._book.failed(peer, sequence, attempt):
+                        self._fail(OrderFailedError(f"{peer}, order {sequence}: {error}: {text}"))
+                case Cancelled(sequence=sequence, attempt=attempt):
+                    self._book.cancelled(peer, sequence, attempt)
+                case Heard():
+                    if peer in self._welcomed:
+                        log.info("%s is back", peer)
+                        self._book.teachers.add(peer)
+                case Silent() | Gone() | Bye():
+                    self._lost(peer, event)
                 case _:
-                    log.warning("ignored %s from %s", message.kind, peer)
+                    log.warning("ignored %s from %s", event.kind, peer)
+            if not self._closing.is_set():
+                self._assign()
             self._changed.notify_all()
 
-    def _on_lost(self, peer: str, reason: str) -> None:
-        with self._changed:
-            self._end(peer, reason)
-            self._changed.notify_all()
+    def _refused(self, peer: str, reason: str) -> None:
+        """End the run if it has not begun; else go on without this teacher."""
+        self._channel.forget(peer)
+        log.error("%s refused this student: %s", peer, reason)
+        if not self._next_order:
+            self._fail(RefusedError(f"{peer} refused this student: {reason}"))
 
-    def _end(self, peer: str, reason: str) -> None:
-        self._ended.add(peer)
-        if not self._closing:
-            self._fail(PeerLostError(f"{peer} is lost: {reason}; see its log"))
+    def _lost(self, peer: str, event: Silent | Gone | Bye) -> None:
+        """Give the orders of a teacher to others."""
+        match event:
+            case Silent(reason=reason):
+                orders = self._book.suspend(peer)
+            case Bye(clean=True):
+                reason, orders = "it ended", self._book.leave(peer)
+            case _:
+                reason = event.reason if isinstance(event, Gone) else "the connection broke"
+                until = time.monotonic() + self._liveness.dead_after_s
+                orders = self._book.suspend(peer, until)
+        if isinstance(event, Bye):
+            self._channel.forget(peer)
+            if not event.clean:
+                self._greeted.discard(peer)  # it lives, and may be asked again
+        if not isinstance(event, Silent):
+            self._welcomed.discard(peer)
+        if not self._closing.is_set():
+            log.warning("%s is lost: %s; %d orders go to others", peer, reason, orders)
 
     def _fail(self, error: TransportError) -> None:
         self._failure = self._failure or error
+        self._changed.notify_all()
 
 
-def _check_answer(item: _Outstanding, header: SlotHeader) -> None:
-    wanted = (item.order.sequence, item.order.attempt, item.num_rows, item.digest)
+def _check_answer(work: Work, header: SlotHeader) -> None:
+    token_ids, _, rows = work.buffers
+    digest, num_rows = token_digest(token_ids), len(rows) // ROW_INDEX_BYTES
+    wanted = (work.sequence, work.attempt, num_rows, digest)
     found = (header.sequence, header.attempt, header.num_rows, header.digest)
     if wanted != found:
         raise ProtocolError(
-            f"slot {item.order.slot}: {item.teacher} answered "
+            f"slot {work.slot}: {work.teacher} answered "
             f"(sequence, attempt, rows, digest) = {found}, asked was {wanted}"
         )

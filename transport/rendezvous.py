@@ -8,6 +8,7 @@ import stat
 import struct
 import time
 import uuid
+from collections.abc import Container
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -84,10 +85,12 @@ def withdraw(folder: Path, name: str) -> None:
     (folder / PEERS_FOLDER / f"{name}.json").unlink(missing_ok=True)
 
 
-def discover(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return what has been published, by name."""
+def discover(folder: Path, known: Container[str] = ()) -> dict[str, dict[str, Any]]:
+    """Return what has been published, by name; `known` names are not read again."""
     found = {}
     for path in sorted((folder / PEERS_FOLDER).glob("[!.]*.json")):
+        if path.stem in known:
+            continue
         try:
             found[path.stem] = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:  # withdrawn between the listing and the reading

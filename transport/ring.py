@@ -9,7 +9,7 @@ import ctypes
 import numpy as np
 
 from transport import ucx
-from transport.errors import DeadlineError, ProtocolError
+from transport.errors import DeadlineError
 from transport.handles import Handle
 from transport.layout import (
     CACHE_LINE_BYTES,
@@ -106,9 +106,10 @@ class RingWriter:
 
         Raises:
             ProtocolError: the slot does not exist or the payload does not fit it.
-            DeadlineError, UcxError: the student cannot be reached.
+            DeadlineError: the write is still under way; only `flush` or `close` may follow.
+            UcxError: the student cannot be reached.
         """
-        self._check(slot, payload, header)
+        self.geometry.check(slot, header.num_rows, payload.nbytes)
         source = _address_of(payload)
         ring = self._address
         ctypes.memmove(self._header, header.pack(), HEADER_BYTES)
@@ -119,23 +120,20 @@ class RingWriter:
         )
         self._endpoint.fence()
         self._put(ctypes.addressof(self._doorbell), 8, ring + self.geometry.doorbell_offset(slot))
+        self.flush(timeout_s)
+
+    def flush(self, timeout_s: float) -> None:
+        """Wait for the end of a write whose deadline has passed; its payload is still in use.
+
+        Raises:
+            DeadlineError: it has not ended; `flush` may be called again.
+            UcxError: the student cannot be reached.
+        """
         self._endpoint.flush(timeout_s)
 
     def _put(self, source: int, num_bytes: int, remote: int) -> None:
         if num_bytes:
             self._endpoint.put(self._key, source, num_bytes, remote)
-
-    def _check(self, slot: int, payload: memoryview, header: SlotHeader) -> None:
-        rows, limit = header.num_rows, self.geometry.slot_tokens
-        if not 0 <= slot < self.geometry.slots:
-            raise ProtocolError(f"slot {slot} is not one of the ring's {self.geometry.slots}")
-        if rows > limit:
-            raise ProtocolError(f"{rows} rows do not fit a slot of {limit} rows")
-        if payload.nbytes != rows * self.geometry.row_bytes:
-            raise ProtocolError(
-                f"payload has {payload.nbytes} bytes, {rows} rows of "
-                f"{self.geometry.row_bytes} bytes were announced"
-            )
 
     def transports(self) -> str:
         """Return the UCX transports of the connection, for the log."""

@@ -181,7 +181,7 @@ class Endpoint:
         """Wait until everything written is in the other side's memory.
 
         Raises:
-            DeadlineError: it was not within `timeout_s`; only `close(force=True)` may follow.
+            DeadlineError: it was not within `timeout_s`; the sources are still in use.
             UcxError: the other side is gone.
         """
         _call("dkx_flush", self._handle, _ns(timeout_s))

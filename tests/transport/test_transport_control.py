@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 import zmq
-from transport_processes import HELLO, LIVENESS, WAIT_S, Child, chat
+from transport_processes import HELLO, LIVENESS, SPAWN, WAIT_S, Child, chat, listen
 from zmq.utils.monitor import recv_monitor_message
 
-from transport.control import ControlChannel, Liveness
-from transport.messages import Bye, Message, Order, Welcome, encode
+from transport.control import ControlChannel, Event
+from transport.liveness import Gone, Heard, Liveness, Silent
+from transport.messages import Bye, Heartbeat, Order, Welcome, encode
 from transport.rendezvous import RunKeys
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -26,16 +27,17 @@ class Peer:
     """A channel that keeps what it is told."""
 
     def __init__(self, keys: RunKeys, liveness: Liveness) -> None:
-        self.heard: queue.Queue[tuple[str, Message, list[bytes]]] = queue.Queue()
-        self.lost: queue.Queue[tuple[str, str]] = queue.Queue()
-        self.channel = ControlChannel(
-            keys,
-            liveness,
-            on_message=lambda *message: self.heard.put(message),
-            on_lost=lambda *loss: self.lost.put(loss),
-        )
+        self.heard: queue.Queue[tuple[str, Event, list[bytes]]] = queue.Queue()
+        self.lost: queue.Queue[tuple[str, Event]] = queue.Queue()
+        self.channel = ControlChannel(keys, liveness, self._sort)
 
-    def next(self) -> tuple[str, Message, list[bytes]]:
+    def _sort(self, peer: str, event: Event, buffers: list[bytes]) -> None:
+        if isinstance(event, Silent | Heard | Gone):
+            self.lost.put((peer, event))
+        else:
+            self.heard.put((peer, event, buffers))
+
+    def next(self) -> tuple[str, Event, list[bytes]]:
         """Return the next message."""
         return self.heard.get(timeout=WAIT_S)
 
@@ -59,8 +61,7 @@ def connected(
     """Run the student's side, hello said."""
     peer = Peer(keys, liveness)
     peer.channel.start()
-    peer.channel.connect("teacher", endpoint, name)
-    peer.channel.send("teacher", HELLO, b"address", b"key")
+    peer.channel.connect("teacher", endpoint, name, HELLO, b"address", b"key")
     try:
         yield peer
     finally:
@@ -182,7 +183,7 @@ def test_listener_with_another_key_hears_nothing(keys: RunKeys, other_keys: RunK
     )
     liveness = Liveness(heartbeat_s=0.1, dead_after_s=0.5)
     with listening(imposter) as (teacher, endpoint), connected(keys, endpoint, liveness) as student:
-        assert student.lost.get(timeout=WAIT_S) == ("teacher", "silent for 0.5 s")
+        assert student.lost.get(timeout=WAIT_S) == ("teacher", Silent("silent for 0.5 s"))
         assert teacher.heard.empty()
 
 
@@ -209,15 +210,27 @@ def test_junk_of_an_authentic_client_has_no_effect(keys: RunKeys) -> None:
         assert teacher.next() == ("stranger", Bye(), [])
 
 
-def test_nothing_is_heard_before_hello(keys: RunKeys) -> None:
+def test_who_has_not_said_hello_is_told_so(keys: RunKeys) -> None:
     with listening(keys) as (teacher, endpoint):
         student = Peer(keys, LIVENESS)
         student.channel.start()
-        student.channel.connect("teacher", endpoint, "student")
-        student.channel.send("teacher", Bye())
+        student.channel.connect("teacher", endpoint, "student", Heartbeat())
+        assert student.next() == ("teacher", Bye(clean=False), [])
         student.channel.send("teacher", HELLO, b"", b"")
         assert teacher.next()[1] == HELLO
         student.channel.close()
+
+
+def test_killed_listener_is_gone_at_once(keys: RunKeys, start: Callable[..., Child]) -> None:
+    told, theirs = SPAWN.Pipe(duplex=False)
+    child = start(listen, keys, theirs)
+    assert told.poll(WAIT_S)
+    with connected(keys, told.recv()) as student:
+        assert student.next()[1] == Welcome(teacher=0, transports="")
+        start_s = time.monotonic()
+        child.kill()
+        assert student.lost.get(timeout=WAIT_S) == ("teacher", Gone("its process has ended"))
+        assert time.monotonic() - start_s < 1.0
 
 
 def test_stopped_peer_is_lost_in_time(keys: RunKeys, start: Callable[..., Child]) -> None:
@@ -226,12 +239,13 @@ def test_stopped_peer_is_lost_in_time(keys: RunKeys, start: Callable[..., Child]
         assert teacher.next()[1] == HELLO
         start_s = time.monotonic()
         child.signal(signal.SIGSTOP)
-        assert teacher.lost.get(timeout=WAIT_S) == ("student", "silent for 1.2 s")
+        assert teacher.lost.get(timeout=WAIT_S) == ("student", Silent("silent for 1.2 s"))
         took_s = time.monotonic() - start_s
         margin_s = 0.5  # for a busy machine
         limit_s = LIVENESS.dead_after_s + LIVENESS.heartbeat_s
         assert LIVENESS.dead_after_s - LIVENESS.heartbeat_s - margin_s < took_s < limit_s + margin_s
-        child.kill()
+        child.signal(signal.SIGCONT)
+        assert teacher.lost.get(timeout=WAIT_S) == ("student", Heard())
         assert teacher.lost.empty()
 
 
@@ -257,4 +271,4 @@ def test_error_in_a_callback_is_not_silent(keys: RunKeys, monkeypatch: pytest.Mo
         monkeypatch.setattr(student.heard, "put", fail)
         teacher.channel.send("student", Bye())
         reason = "the control channel failed: OSError('no room')"
-        assert student.lost.get(timeout=WAIT_S) == ("teacher", reason)
+        assert student.lost.get(timeout=WAIT_S) == ("teacher", Silent(reason))

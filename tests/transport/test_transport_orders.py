@@ -1,7 +1,6 @@
 """Orders and answers between students and teachers that are processes of their own."""
 
 import json
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -26,14 +25,13 @@ from transport_processes import (
 )
 
 from transport import pool as pool_module
-from transport.control import Liveness
 from transport.errors import (
     DeadlineError,
     OrderFailedError,
-    PeerLostError,
     ProtocolError,
     RefusedError,
 )
+from transport.liveness import Liveness
 from transport.messages import Order
 from transport.rendezvous import RunKeys, discover
 from transport.service import TeacherService
@@ -58,7 +56,7 @@ def test_answers_come_in_sequence(
         names = pool.connect(num_teachers, WAIT_S)
         assert names == [f"teacher-{index}" for index in range(num_teachers)]
         answered = learn(pool, 100)
-        assert pool.free_slots == 4
+        assert pool.room == 4
     served = [len(teacher.result()) for teacher in teachers]
     assert served == [answered.count(index) for index in range(num_teachers)]
     assert min(served) > 0
@@ -84,28 +82,8 @@ def test_one_teacher_serves_two_students_in_turn(run_folder: Path, start: Start)
     questions = [question(rank, sequence) for sequence in range(4) for rank in range(2)]
     assert [one.num_tokens for one in served] == [ids.size for ids, _, _ in questions]
     assert [one.num_bytes for one in served] == [16 * len(rows) for _, _, rows in questions]
-    assert [one.queued for one in served] == [0, 6, 5, 4, 3, 2, 1, 0]
+    assert [one.queued for one in served] == [7, 6, 5, 4, 3, 2, 1, 0]
     assert all(min(one.waited_s, one.compute_s, one.write_s) > 0 for one in served)
-
-
-def test_stopping_teacher_tells_the_student(run_folder: Path, start: Start) -> None:
-    teacher = start(teach, run_folder)
-    with open_pool(run_folder) as pool:
-        pool.connect(1, WAIT_S)
-        ask(pool, 0, 0)
-        ask(pool, 0, 1)
-        deadline = time.monotonic() + WAIT_S
-        while pool.num_ready < 2:
-            assert time.monotonic() < deadline
-        teacher.signal(signal.SIGTERM)
-        assert len(teacher.result()) == 2
-        assert discover(run_folder) == {}
-        check(pool, 0, 0)
-        check(pool, 0, 1)
-        assert (pool.num_ready, pool.free_slots) == (0, 4)
-        with pytest.raises(PeerLostError, match="teacher-0 is lost: it ended; see its log"):
-            ask(pool, 0, 2)
-            pool.take(LIVENESS.dead_after_s / 2)
 
 
 def test_order_larger_than_a_slot_is_refused(run_folder: Path, start: Start) -> None:
@@ -120,50 +98,19 @@ def test_order_larger_than_a_slot_is_refused(run_folder: Path, start: Start) -> 
     assert len(teacher.result()) == 8
 
 
-def fail_at_two(order: Order, buffers: list[bytes]) -> memoryview:
-    if order.sequence == 2:
-        raise ValueError("token id 1000 is out of range: " + "x" * 100_000)
-    return answer(order, buffers)
-
-
-def test_error_of_a_teacher_reaches_the_student(run_folder: Path, start: Start) -> None:
-    teacher = start(teach, run_folder, compute=fail_at_two)
-    with open_pool(run_folder) as pool:
-        pool.connect(1, WAIT_S)
-        with pytest.raises(
-            OrderFailedError, match="teacher-0, order 2: ValueError: token id 1000 is out of range"
-        ):
-            learn(pool, 4)
-    assert [served.num_bytes > 0 for served in teacher.result()] == [True] * 3
-
-
-def lose_a_byte(order: Order, buffers: list[bytes]) -> memoryview:
-    return answer(order, buffers)[:-1]
-
-
-def test_answer_of_broken_rows_ends_the_teacher(run_folder: Path, start: Start) -> None:
-    teacher = start(teach, run_folder, compute=lose_a_byte)
-    with open_pool(run_folder) as pool:
-        pool.connect(1, WAIT_S)
-        with pytest.raises(PeerLostError, match="it ended"):
-            learn(pool, 1)
-    with pytest.raises(ProtocolError, match="payload has"):
-        teacher.result()
-
-
 def lose_a_row(order: Order, buffers: list[bytes]) -> memoryview:
     return answer(order, buffers)[:-16]
 
 
-def test_answer_with_too_few_rows_is_not_taken(run_folder: Path, start: Start) -> None:
+def test_answer_with_too_few_rows_is_not_written(run_folder: Path, start: Start) -> None:
     teacher = start(teach, run_folder, compute=lose_a_row)
     with open_pool(run_folder) as pool:
         pool.connect(1, WAIT_S)
         with pytest.raises(
-            ProtocolError, match=r"slot 0: teacher-0 answered .* asked was \(0, 0, "
+            OrderFailedError, match=r"order 0: ProtocolError: payload has \d+ bytes, \d+ rows of"
         ):
             learn(pool, 1)
-    assert len(teacher.result()) == 1
+    assert teacher.result() == []
 
 
 def test_nobody_to_talk_to(run_folder: Path) -> None:
@@ -202,7 +149,7 @@ def test_student_that_does_not_fit_is_refused_and_others_are_served(
     def reason(folder: Path, **changes: Any) -> str:
         with open_pool(folder, **changes) as pool, pytest.raises(RefusedError) as refusal:
             pool.connect(1, WAIT_S)
-        return str(refusal.value).removeprefix("teacher-0 refused this student: ")
+        return str(refusal.value).partition(" refused this student: ")[2]
 
     assert reason(run_folder, facts=FACTS | {"vocabulary": 999}) == (
         "vocabulary is 1000 here, the student expects 999"
@@ -215,8 +162,8 @@ def test_student_that_does_not_fit_is_refused_and_others_are_served(
     )
     assert reason(other_run) == f"run other, this teacher belongs to {run}"
     with monkeypatch.context() as patch:
-        patch.setattr(pool_module, "PROTOCOL_VERSION", 2)
-        assert reason(run_folder) == "protocol version 2, this teacher speaks 1"
+        patch.setattr(pool_module, "PROTOCOL_VERSION", 1)
+        assert reason(run_folder) == "protocol version 1, this teacher speaks 2"
     refused_s = time.monotonic()
     with open_pool(run_folder, liveness=liveness) as pool:
         pool.connect(1, WAIT_S)

@@ -5,6 +5,7 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Semaphore
@@ -13,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from transport.control import ControlChannel, Liveness
+from transport.control import ControlChannel, Event
 from transport.layout import RingGeometry, SlotHeader, token_digest
-from transport.messages import PROTOCOL_VERSION, Hello, Order
+from transport.liveness import Liveness
+from transport.messages import PROTOCOL_VERSION, Hello, Order, Welcome
 from transport.pool import TeacherPool
 from transport.rendezvous import RunKeys
 from transport.ring import Ring, RingWriter
@@ -23,7 +25,7 @@ from transport.service import Compute, Served, TeacherService
 from transport.ucx import Worker
 
 SPAWN = get_context("spawn")
-LIVENESS = Liveness(heartbeat_s=0.2, dead_after_s=1.2)
+LIVENESS = Liveness(heartbeat_s=0.2, dead_after_s=1.2, grace_s=1.5)
 GEOMETRY = RingGeometry(slots=4, slot_tokens=64, hidden_size=4, item_bytes=4)
 FACTS = {"hidden_size": 4, "vocabulary": 1000}
 HELLO = Hello(
@@ -125,24 +127,25 @@ def learn(pool: TeacherPool, num_orders: int, rank: int = 0) -> list[int]:
     teachers: list[int] = []
     given = 0
     while len(teachers) < num_orders:
-        while pool.free_slots and given < num_orders:
+        while pool.room and given < num_orders:
             ask(pool, rank, given)
             given += 1
         teachers.append(check(pool, rank, len(teachers)))
     return teachers
 
 
-def open_pool(folder: Path, rank: int = 0, **changes: Any) -> TeacherPool:
-    """Return a pool of the tests' usual kind."""
+def open_pool(folder: Path, rank: int = 0, num_spare_slots: int = 0, **changes: Any) -> TeacherPool:
+    """Return a pool of the tests' usual kind: four orders at once."""
     settings: dict[str, Any] = {"facts": FACTS, "liveness": LIVENESS} | changes
-    return TeacherPool(folder, GEOMETRY, rank=rank, **settings)
+    geometry = replace(GEOMETRY, slots=GEOMETRY.slots + num_spare_slots)
+    return TeacherPool(folder, geometry, rank=rank, num_spare_slots=num_spare_slots, **settings)
 
 
-def study(folder: Path, num_orders: int) -> None:
+def study(folder: Path, num_orders: int, rank: int = 0) -> None:
     """Be a student."""
-    with open_pool(folder) as pool:
+    with open_pool(folder, rank) as pool:
         pool.connect(1, WAIT_S)
-        learn(pool, num_orders)
+        learn(pool, num_orders, rank)
 
 
 def teach(
@@ -189,10 +192,22 @@ def teach_two(folder: Path, reached: Connection, num_waiting: int) -> list[Serve
 
 def chat(keys: RunKeys, endpoint: str) -> None:
     """Say hello on the control channel and stay."""
-    channel = ControlChannel(keys, LIVENESS, on_message=lambda *_: None, on_lost=lambda *_: None)
+    channel = ControlChannel(keys, LIVENESS, lambda *_: None)
     channel.start()
-    channel.connect("teacher", endpoint, "student")
-    channel.send("teacher", HELLO, b"", b"")
+    channel.connect("teacher", endpoint, "student", HELLO, b"", b"")
+    signal.pause()
+
+
+def listen(keys: RunKeys, told: Connection) -> None:
+    """Welcome whoever says hello on the control channel, and stay."""
+
+    def welcome(peer: str, event: Event, buffers: list[bytes]) -> None:
+        if isinstance(event, Hello):
+            channel.send(peer, Welcome(teacher=0, transports=""))
+
+    channel = ControlChannel(keys, LIVENESS, welcome)
+    told.send(channel.listen("lo"))
+    channel.start()
     signal.pause()
 
 

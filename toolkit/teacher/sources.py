@@ -136,7 +136,7 @@ class RemoteTeachers(TeacherSource):
         return torch.frombuffer(payload, dtype=self._dtype).view(-1, self._hidden_size)
 
     def _order(self, batches: Iterator[Batch], ordered: deque[Batch]) -> None:
-        while self._pool.free_slots and (batch := next(batches, None)) is not None:
+        while self._pool.room and (batch := next(batches, None)) is not None:
             size, length = batch.ids.shape
             self._pool.order(
                 _int32(batch.ids),
