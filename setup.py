@@ -36,8 +36,19 @@ class BuildNative(build_ext):
         return str(Path(*fullname.split("."))) + ".so"
 
     def build_extension(self, ext: Extension) -> None:
-        ext.extra_compile_args += ["-isystem", ucx_include_dir()]
+        if ext.name.endswith("ucx"):
+            ext.extra_compile_args += ["-isystem", ucx_include_dir()]
         super().build_extension(ext)
+
+
+def native(name: str, *sources: str) -> Extension:
+    """Return a library of `transport/`, made from these files of `transport/csrc/`."""
+    return Extension(
+        f"transport.libdisaggkd_{name}",
+        sources=[f"transport/csrc/{source}" for source in sources],
+        depends=["setup.py"],
+        extra_compile_args=["-O2", "-std=gnu11", "-Wall", "-Wextra"],
+    )
 
 
 class PlatformWheel(bdist_wheel):
@@ -59,14 +70,7 @@ setup(
     packages=find_packages(include=[f"{name}{rest}" for name in PACKAGES for rest in ("", ".*")]),
     package_dir={"": "."},
     package_data={"": ["py.typed"], "transport": ["csrc/*"]},
-    ext_modules=[
-        Extension(
-            "transport.libdisaggkd_ucx",
-            sources=["transport/csrc/ucx_rma.c"],
-            depends=["setup.py"],
-            extra_compile_args=["-O2", "-std=gnu11", "-Wall", "-Wextra"],
-        )
-    ],
+    ext_modules=[native("ucx", "ucx_rma.c"), native("memory", "memory.c")],
     install_requires=[
         "torch>=2.6",
         "transformers>=5.0",

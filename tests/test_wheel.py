@@ -47,7 +47,8 @@ def test_wheel_holds_the_tree_and_nothing_else(wheel: Path) -> None:
         for path in (ROOT / package).rglob("*")
         if path.suffix in (".py", ".c", ".typed")
     }
-    assert found == sources | {"transport/libdisaggkd_ucx.so"}
+    libraries = {f"transport/libdisaggkd_{name}.so" for name in ("ucx", "memory")}
+    assert found == sources | libraries
     assert "-py3-none-linux" in wheel.name or "-py3-none-manylinux" in wheel.name
 
 

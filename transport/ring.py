@@ -8,7 +8,6 @@ import ctypes
 
 import numpy as np
 
-from transport import ucx
 from transport.errors import DeadlineError
 from transport.handles import Handle
 from transport.layout import (
@@ -18,12 +17,14 @@ from transport.layout import (
     SlotHeader,
     doorbell_value,
 )
+from transport.memory import wait_word
+from transport.ucx import Worker
 
 
 class Ring(Handle):
     """The student's side: the memory, and the doorbells that announce what arrived in it."""
 
-    def __init__(self, worker: ucx.Worker, geometry: RingGeometry) -> None:
+    def __init__(self, worker: Worker, geometry: RingGeometry) -> None:
         self.geometry = geometry
         self._region = worker.allocate(geometry.total_bytes)
         self._doorbells = self._region.view[: geometry.slots * CACHE_LINE_BYTES].cast("Q")
@@ -47,7 +48,7 @@ class Ring(Handle):
         """Wait for the answer to this order; return whether it came within `timeout_s`."""
         address = self.address + self.geometry.doorbell_offset(slot)
         try:
-            ucx.wait_word(address, doorbell_value(sequence, attempt), timeout_s)
+            wait_word(address, doorbell_value(sequence, attempt), timeout_s)
         except DeadlineError:
             return False
         return True
@@ -72,7 +73,7 @@ class RingWriter:
 
     def __init__(
         self,
-        worker: ucx.Worker,
+        worker: Worker,
         geometry: RingGeometry,
         *,
         peer: bytes,

@@ -40,12 +40,9 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "dkx_put": (_STATUS, [_HANDLE, _HANDLE, _HANDLE, _SIZE, ctypes.c_uint64]),
     "dkx_fence": (_STATUS, [_HANDLE]),
     "dkx_flush": (_STATUS, [_HANDLE, _NS]),
-    "dkx_wait_word": (_STATUS, [_HANDLE, ctypes.c_uint64, _NS, _NS, _NS]),
 }
 _TIMEOUT_STATUS = -1000
 _BLOB_BYTES = 1 << 16
-_SPIN_NS = 20_000
-_MAX_NAP_NS = 500_000
 
 
 def _ns(seconds: float) -> int:
@@ -86,15 +83,6 @@ def _blob(name: str, *arguments: Any) -> bytes:
 def version() -> str:
     """Return the version of the UCX library in use."""
     return str(_library().dkx_version().decode())
-
-
-def wait_word(address: int, value: int, timeout_s: float) -> None:
-    """Wait until the 8-byte word at `address` has the value.
-
-    Raises:
-        DeadlineError: it had not within `timeout_s`.
-    """
-    _call("dkx_wait_word", address, value, _SPIN_NS, _MAX_NAP_NS, _ns(timeout_s))
 
 
 class Worker(Handle):

@@ -46,12 +46,6 @@ static int64_t now_ns(void)
     return t.tv_sec * 1000000000LL + t.tv_nsec;
 }
 
-static void nap_ns(int64_t ns)
-{
-    struct timespec t = {ns / 1000000000LL, ns % 1000000000LL};
-    nanosleep(&t, NULL);
-}
-
 static void relax(void)
 {
 #if defined(__x86_64__)
@@ -330,26 +324,4 @@ int dkx_peer_describe(dkx_peer *p, char *buffer, size_t *length)
     status = copy_out(text, size, buffer, length);
     free(text);
     return status;
-}
-
-/* ---- doorbells ---- */
-
-/* Waits until the word has the value: spins first, then naps of growing length. */
-int dkx_wait_word(const uint64_t *word, uint64_t value, int64_t spin_ns, int64_t max_nap_ns,
-                  int64_t timeout_ns)
-{
-    int64_t start = now_ns(), nap = 20000;
-
-    while (__atomic_load_n(word, __ATOMIC_ACQUIRE) != value) {
-        int64_t waited = now_ns() - start;
-        if (waited >= timeout_ns)
-            return DKX_TIMEOUT;
-        if (waited < spin_ns) {
-            relax();
-            continue;
-        }
-        nap_ns(nap);
-        nap = nap * 2 < max_nap_ns ? nap * 2 : max_nap_ns;
-    }
-    return 0;
 }
