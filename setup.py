@@ -70,7 +70,7 @@ setup(
     packages=find_packages(include=[f"{name}{rest}" for name in PACKAGES for rest in ("", ".*")]),
     package_dir={"": "."},
     package_data={"": ["py.typed"], "transport": ["csrc/*"]},
-    ext_modules=[native("ucx", "ucx_rma.c"), native("memory", "memory.c")],
+    ext_modules=[native("ucx", "ucx_rma.c"), native("memory", "memory.c", "crc32c.c")],
     install_requires=[
         "torch>=2.6",
         "transformers>=5.0",

@@ -39,6 +39,7 @@ def run_teacher(config: Config, folder: RunFolder, index: int) -> int:
             facts=facts.as_dict(),
             interface=config.interface,
             liveness=liveness_of(config),
+            checksum=config.transport.checksum,
             on_served=lambda served: metrics.write("served", **asdict(served)),
         ) as service,
     ):

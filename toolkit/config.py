@@ -139,6 +139,8 @@ class TransportSection(Section):
     """Network interface of all traffic; without it `lo`, which reaches this machine alone."""
     tls: str | None = None
     """UCX_TLS, for example `posix` or `tcp`; by default UCX chooses."""
+    checksum: bool = False
+    """Whether teachers send a CRC-32C with every payload, which the student then checks."""
     heartbeat_s: PositiveFloat = 1.0
     dead_after_s: PositiveFloat = 10.0
     """Silence after which a teacher's orders go to others, and a student's orders wait."""

@@ -18,7 +18,8 @@ DIGEST_BYTES = 16
 MAGIC = b"DKHS"
 HEADER_VERSION = 1
 
-_HEADER = struct.Struct("<4sHHQIIII16sf12x")
+_HEADER = struct.Struct("<4sHHQIIII16sfII4x")
+_HAS_CHECKSUM = 1
 _SEQUENCE_BITS = 48
 
 
@@ -108,6 +109,7 @@ class SlotHeader:
         item_bytes: bytes of an element.
         digest: digest of the token ids that the teacher computed from.
         compute_s: seconds that the teacher computed.
+        checksum: CRC-32C of the payload, or None if the writer made none.
     """
 
     sequence: int
@@ -118,6 +120,7 @@ class SlotHeader:
     item_bytes: int
     digest: bytes
     compute_s: float
+    checksum: int | None = None
 
     def pack(self) -> bytes:
         """Return the header's 64 bytes."""
@@ -132,6 +135,8 @@ class SlotHeader:
             self.hidden_size,
             self.digest,
             self.compute_s,
+            0 if self.checksum is None else _HAS_CHECKSUM,
+            self.checksum or 0,
         )
 
     @classmethod
@@ -141,15 +146,24 @@ class SlotHeader:
         Raises:
             ProtocolError: the bytes are not a header of this version.
         """
-        magic, version, item_bytes, sequence, attempt, teacher, rows, hidden, digest, seconds = (
-            _HEADER.unpack(data)
-        )
+        magic, version, item_bytes, *middle, flags, checksum = _HEADER.unpack(data)
         if (magic, version) != (MAGIC, HEADER_VERSION):
             raise ProtocolError(
                 f"slot header says {magic!r} version {version}, "
                 f"expected {MAGIC!r} version {HEADER_VERSION}"
             )
-        return cls(sequence, attempt, teacher, rows, hidden, item_bytes, digest, seconds)
+        sequence, attempt, teacher, num_rows, hidden_size, digest, compute_s = middle
+        return cls(
+            sequence=sequence,
+            attempt=attempt,
+            teacher=teacher,
+            num_rows=num_rows,
+            hidden_size=hidden_size,
+            item_bytes=item_bytes,
+            digest=digest,
+            compute_s=compute_s,
+            checksum=checksum if flags & _HAS_CHECKSUM else None,
+        )
 
 
 def doorbell_value(sequence: int, attempt: int) -> int:

@@ -1,4 +1,4 @@
-"""What the transport does with memory that needs no UCX: waiting for a word to change.
+"""What the transport does with memory that needs no UCX: waiting for a word, checksums.
 
 Every call releases the GIL.
 """
@@ -6,12 +6,24 @@ Every call releases the GIL.
 import ctypes
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from transport.errors import DeadlineError, TransportError
 
 LIBRARY = Path(__file__).with_name("libdisaggkd_memory.so")
 _SPIN_NS = 20_000
 _MAX_NAP_NS = 500_000
+
+_ADDRESS = ctypes.c_void_p
+_NS = ctypes.c_int64
+_CRC = ctypes.c_uint32
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "dkm_wait_word": (ctypes.c_int, [_ADDRESS, ctypes.c_uint64, _NS, _NS, _NS]),
+    "dkm_crc32c": (_CRC, [_CRC, _ADDRESS, ctypes.c_size_t]),
+    "dkm_crc32c_portable": (_CRC, [_CRC, _ADDRESS, ctypes.c_size_t]),
+}
 
 
 def wait_word(address: int, value: int, timeout_s: float) -> None:
@@ -24,17 +36,28 @@ def wait_word(address: int, value: int, timeout_s: float) -> None:
         raise DeadlineError(f"the word at {address:#x} was not {value:#x} within {timeout_s:g} s")
 
 
+def address_of(view: memoryview) -> int:
+    """Return the address of a contiguous buffer, also of a read-only one."""
+    return int(np.frombuffer(view, dtype=np.uint8).ctypes.data) if view.nbytes else 0
+
+
+def crc32c(view: bytes | memoryview, seed: int = 0) -> int:
+    """Return the CRC-32C (Castagnoli) of contiguous bytes.
+
+    Args:
+        view: the bytes.
+        seed: CRC of what came before them: `crc32c(b, crc32c(a)) == crc32c(a + b)`.
+    """
+    data = memoryview(view)
+    return int(_library().dkm_crc32c(seed, address_of(data), data.nbytes))
+
+
 @cache
 def _library() -> ctypes.CDLL:
     if not LIBRARY.is_file():
         raise TransportError(f"{LIBRARY.name} is not built: install the package (pip install -e .)")
     library = ctypes.CDLL(str(LIBRARY))
-    nanoseconds = ctypes.c_int64
-    library.dkm_wait_word.argtypes = [
-        ctypes.c_void_p,
-        ctypes.c_uint64,
-        nanoseconds,
-        nanoseconds,
-        nanoseconds,
-    ]
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
     return library

@@ -5,10 +5,9 @@ whole slot. Without the fence a third of the messages were torn or early in expe
 """
 
 import ctypes
+from dataclasses import replace
 
-import numpy as np
-
-from transport.errors import DeadlineError
+from transport.errors import DeadlineError, ProtocolError
 from transport.handles import Handle
 from transport.layout import (
     CACHE_LINE_BYTES,
@@ -17,7 +16,7 @@ from transport.layout import (
     SlotHeader,
     doorbell_value,
 )
-from transport.memory import wait_word
+from transport.memory import address_of, crc32c, wait_word
 from transport.ucx import Worker
 
 
@@ -54,9 +53,21 @@ class Ring(Handle):
         return True
 
     def header(self, slot: int) -> SlotHeader:
-        """Read the header of a slot whose doorbell has rung."""
+        """Read the header of a slot whose doorbell has rung.
+
+        Raises:
+            ProtocolError: there is no header, or it has a checksum that is not the payload's.
+        """
         start = self.geometry.header_offset(slot)
-        return SlotHeader.unpack(self._region.view[start : start + HEADER_BYTES])
+        header = SlotHeader.unpack(self._region.view[start : start + HEADER_BYTES])
+        if header.checksum is not None:
+            found = crc32c(self.payload(slot, header.num_rows))
+            if found != header.checksum:
+                raise ProtocolError(
+                    f"slot {slot}: the payload's CRC-32C is {found:#010x}, "
+                    f"its writer announced {header.checksum:#010x}"
+                )
+        return header
 
     def payload(self, slot: int, num_rows: int) -> memoryview:
         """Return the slot's memory, `num_rows` rows of it: no copy is made."""
@@ -79,6 +90,7 @@ class RingWriter:
         peer: bytes,
         address: int,
         key: bytes,
+        checksum: bool = False,
     ) -> None:
         """Connect to a ring.
 
@@ -88,11 +100,13 @@ class RingWriter:
             peer: UCX address of the student's worker.
             address: address of the ring in the student's memory.
             key: packed remote key of the ring.
+            checksum: send a CRC-32C with every payload, which the reader checks.
         """
         self.geometry = geometry
         self._address = address
         self._endpoint = worker.connect(peer)
         self._key = self._endpoint.open_key(key)
+        self._checksum = checksum
         self._header = ctypes.create_string_buffer(HEADER_BYTES)
         self._doorbell = ctypes.c_uint64()
 
@@ -111,7 +125,9 @@ class RingWriter:
             UcxError: the student cannot be reached.
         """
         self.geometry.check(slot, header.num_rows, payload.nbytes)
-        source = _address_of(payload)
+        if self._checksum:
+            header = replace(header, checksum=crc32c(payload))
+        source = address_of(payload)
         ring = self._address
         ctypes.memmove(self._header, header.pack(), HEADER_BYTES)
         self._doorbell.value = doorbell_value(header.sequence, header.attempt)
@@ -143,8 +159,3 @@ class RingWriter:
     def close(self, *, force: bool = False) -> None:
         """Close the connection; `force` when the student may be dead."""
         self._endpoint.close(force=force)
-
-
-def _address_of(view: memoryview) -> int:
-    """Return the address of a contiguous buffer, also of a read-only one."""
-    return int(np.frombuffer(view, dtype=np.uint8).ctypes.data) if view.nbytes else 0

@@ -89,6 +89,7 @@ class TeacherService(Handle):
         facts: Mapping[str, Any],
         interface: str,
         liveness: Liveness,
+        checksum: bool = False,
         on_served: Callable[[Served], None] | None = None,
     ) -> None:
         """Open the control channel and publish this teacher in the run folder.
@@ -99,6 +100,7 @@ class TeacherService(Handle):
             facts: what this teacher is; a student that expects something else is refused.
             interface: network interface to listen on.
             liveness: heartbeat interval and limits.
+            checksum: send a CRC-32C with every payload.
             on_served: called after every answer.
         """
         self._folder = folder
@@ -107,6 +109,7 @@ class TeacherService(Handle):
         self._name = f"teacher-{index}.{uuid.uuid4().hex[:8]}"
         self._facts = dict(facts)
         self._liveness = liveness
+        self._checksum = checksum
         self._on_served = on_served
         self._students: dict[str, _Student] = {}
         self._events: queue.SimpleQueue[tuple[str, Event | Stop, list[bytes]]] = queue.SimpleQueue()
@@ -209,7 +212,14 @@ class TeacherService(Handle):
         self._forget(peer, force=True)  # it begins anew
         geometry = RingGeometry(hello.slots, hello.slot_tokens, hello.hidden_size, hello.item_bytes)
         address, key = buffers
-        writer = RingWriter(self._worker, geometry, peer=address, address=hello.address, key=key)
+        writer = RingWriter(
+            self._worker,
+            geometry,
+            peer=address,
+            address=hello.address,
+            key=key,
+            checksum=self._checksum,
+        )
         self._students[peer] = _Student(writer)
         transports = writer.transports()
         log.info("%s is there, over %s", peer, transports)

@@ -35,6 +35,7 @@ HEADERS = st.builds(
     item_bytes=st.integers(0, (1 << 16) - 1),
     digest=st.binary(min_size=16, max_size=16),
     compute_s=st.floats(width=32, allow_nan=False),
+    checksum=st.none() | UINT32,
 )
 ORDERS = st.tuples(st.integers(0, (1 << 48) - 2), st.integers(0, (1 << 16) - 1))
 

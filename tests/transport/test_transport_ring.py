@@ -3,6 +3,7 @@
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from transport_processes import (
 
 from transport.errors import DeadlineError, ProtocolError, TransportError, UcxError
 from transport.layout import RingGeometry
+from transport.memory import crc32c
 from transport.ring import Ring, RingWriter
 from transport.ucx import Worker
 
@@ -68,15 +70,20 @@ class Pair(NamedTuple):
     writer: RingWriter
 
 
-@pytest.fixture
-def pair(nothing_left: None) -> Iterator[Pair]:
+@contextmanager
+def connected(*, checksum: bool = False) -> Iterator[Pair]:
     with Worker() as reader, Worker() as worker, Ring(reader, GEOMETRY) as ring:
         reader.start_progress()
-        writer = RingWriter(
-            worker, GEOMETRY, peer=reader.address, address=ring.address, key=ring.key
-        )
+        where = {"peer": reader.address, "address": ring.address, "key": ring.key}
+        writer = RingWriter(worker, GEOMETRY, **where, checksum=checksum)
         yield Pair(ring, writer)
         writer.close()
+
+
+@pytest.fixture
+def pair(nothing_left: None) -> Iterator[Pair]:
+    with connected() as pair:
+        yield pair
 
 
 def full_slot(value: int) -> bytes:
@@ -111,6 +118,31 @@ def test_doorbell_of_another_attempt_or_sequence_does_not_count(pair: Pair) -> N
     start = time.monotonic()
     assert not pair.ring.wait(0, 8, late.attempt + 1, 0.05)
     assert 0.05 <= time.monotonic() - start < 1
+
+
+@pytest.fixture
+def checked(nothing_left: None) -> Iterator[Pair]:
+    with connected(checksum=True) as pair:
+        yield pair
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, GEOMETRY.slot_tokens])
+def test_checksum_is_sent_when_asked_for(checked: Pair, num_rows: int) -> None:
+    payload = full_slot(1)[: num_rows * GEOMETRY.row_bytes]
+    sent = header_of(GEOMETRY, 0, payload)
+    checked.writer.write(3, memoryview(payload), sent, WAIT_S)
+    assert checked.ring.header(3) == replace(sent, checksum=crc32c(payload))
+
+
+@pytest.mark.parametrize("flipped_bit", [0, GEOMETRY.slot_tokens * GEOMETRY.row_bytes * 8 - 1])
+def test_payload_that_changed_on_the_way_is_refused(checked: Pair, flipped_bit: int) -> None:
+    payload = full_slot(1)
+    checked.writer.write(3, memoryview(payload), header_of(GEOMETRY, 0, payload), WAIT_S)
+    received = checked.ring.payload(3, GEOMETRY.slot_tokens)
+    received[flipped_bit // 8] ^= 1 << flipped_bit % 8
+    values = f"{crc32c(received):#010x}, its writer announced {crc32c(payload):#010x}"
+    with pytest.raises(ProtocolError, match=f"slot 3: the payload's CRC-32C is {values}"):
+        checked.ring.header(3)
 
 
 @pytest.mark.parametrize(
