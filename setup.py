@@ -46,7 +46,7 @@ def native(name: str, *sources: str) -> Extension:
     return Extension(
         f"transport.libdisaggkd_{name}",
         sources=[f"transport/csrc/{source}" for source in sources],
-        depends=["setup.py"],
+        depends=["setup.py", "transport/csrc/common.h"],
         extra_compile_args=["-O2", "-std=gnu11", "-Wall", "-Wextra"],
     )
 

@@ -1,7 +1,8 @@
 """Geometry of a ring and the header of its slots: pure arithmetic, no memory.
 
-A ring is one region of memory: first the doorbells, one cache line each, then the slots. A slot is
-a payload of `slot_tokens` rows of hidden states, followed by a header of 64 bytes at a fixed place.
+A ring is one region of memory: first the doorbells and the bell, one cache line each, then the
+slots. A slot is a payload of `slot_tokens` rows of hidden states, followed by a header of 64 bytes
+at a fixed place.
 """
 
 import struct
@@ -65,7 +66,12 @@ class RingGeometry:
 
     @property
     def _slots_offset(self) -> int:
-        return _align(self.slots * CACHE_LINE_BYTES, PAGE_BYTES)
+        return _align(self.bell_offset + CACHE_LINE_BYTES, PAGE_BYTES)
+
+    @property
+    def bell_offset(self) -> int:
+        """Where the bell stands: a 4-byte word that writers ring, if they can, after a doorbell."""
+        return self.slots * CACHE_LINE_BYTES
 
     def check(self, slot: int, num_rows: int, num_bytes: int) -> None:
         """Refuse a payload that does not fit a slot.

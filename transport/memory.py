@@ -13,27 +13,36 @@ import numpy as np
 from transport.errors import DeadlineError, TransportError
 
 LIBRARY = Path(__file__).with_name("libdisaggkd_memory.so")
-_SPIN_NS = 20_000
-_MAX_NAP_NS = 500_000
 
 _ADDRESS = ctypes.c_void_p
-_NS = ctypes.c_int64
 _CRC = ctypes.c_uint32
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
-    "dkm_wait_word": (ctypes.c_int, [_ADDRESS, ctypes.c_uint64, _NS, _NS, _NS]),
+    "dkm_wait_word": (ctypes.c_int, [_ADDRESS, ctypes.c_uint64, _ADDRESS, ctypes.c_int64]),
+    "dkm_ring_bell": (None, [_ADDRESS]),
     "dkm_crc32c": (_CRC, [_CRC, _ADDRESS, ctypes.c_size_t]),
     "dkm_crc32c_portable": (_CRC, [_CRC, _ADDRESS, ctypes.c_size_t]),
 }
 
 
-def wait_word(address: int, value: int, timeout_s: float) -> None:
+def wait_word(address: int, value: int, bell: int, timeout_s: float) -> None:
     """Wait until the 8-byte word at `address` has the value.
 
+    Args:
+        address: where the word stands.
+        value: what to wait for.
+        bell: address of the 4-byte bell that writers ring, if they can, when they have written.
+        timeout_s: how long to wait.
+
     Raises:
-        DeadlineError: it had not within `timeout_s`.
+        DeadlineError: the word had not the value within `timeout_s`.
     """
-    if _library().dkm_wait_word(address, value, _SPIN_NS, _MAX_NAP_NS, int(timeout_s * 1e9)):
+    if _library().dkm_wait_word(address, value, bell, int(timeout_s * 1e9)):
         raise DeadlineError(f"the word at {address:#x} was not {value:#x} within {timeout_s:g} s")
+
+
+def ring_bell(bell: int) -> None:
+    """Wake whoever waits beside this bell, in this process or in another one of this machine."""
+    _library().dkm_ring_bell(bell)
 
 
 def address_of(view: memoryview) -> int:

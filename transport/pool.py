@@ -100,7 +100,6 @@ class TeacherPool(Handle):
         self._num_orders = geometry.slots - num_spare_slots
         self._order_timeout_s = order_timeout_s
         self._worker = Worker()
-        self._worker.start_progress()
         self._ring = Ring(self._worker, geometry)
         self._liveness = liveness
         self._book = OrderBook(geometry.slots, rank, self._is_ready)

@@ -16,7 +16,7 @@ from transport.layout import (
     SlotHeader,
     doorbell_value,
 )
-from transport.memory import address_of, crc32c, wait_word
+from transport.memory import address_of, crc32c, ring_bell, wait_word
 from transport.ucx import Worker
 
 
@@ -25,8 +25,11 @@ class Ring(Handle):
 
     def __init__(self, worker: Worker, geometry: RingGeometry) -> None:
         self.geometry = geometry
+        self._worker = worker
         self._region = worker.allocate(geometry.total_bytes)
+        self._bell = self._region.address + geometry.bell_offset
         self._doorbells = self._region.view[: geometry.slots * CACHE_LINE_BYTES].cast("Q")
+        worker.start_progress(self._bell)
 
     @property
     def address(self) -> int:
@@ -47,7 +50,7 @@ class Ring(Handle):
         """Wait for the answer to this order; return whether it came within `timeout_s`."""
         address = self.address + self.geometry.doorbell_offset(slot)
         try:
-            wait_word(address, doorbell_value(sequence, attempt), timeout_s)
+            wait_word(address, doorbell_value(sequence, attempt), self._bell, timeout_s)
         except DeadlineError:
             return False
         return True
@@ -76,6 +79,7 @@ class Ring(Handle):
 
     def close(self) -> None:
         """Give the memory back; views of it are invalid from here on."""
+        self._worker.stop_progress()
         self._region.close()
 
 
@@ -106,6 +110,7 @@ class RingWriter:
         self._address = address
         self._endpoint = worker.connect(peer)
         self._key = self._endpoint.open_key(key)
+        self._bell = self._endpoint.pointer(self._key, address + geometry.bell_offset)
         self._checksum = checksum
         self._header = ctypes.create_string_buffer(HEADER_BYTES)
         self._doorbell = ctypes.c_uint64()
@@ -147,6 +152,8 @@ class RingWriter:
             UcxError: the student cannot be reached.
         """
         self._endpoint.flush(timeout_s)
+        if self._bell is not None:
+            ring_bell(self._bell)
 
     def _put(self, source: int, num_bytes: int, remote: int) -> None:
         if num_bytes:

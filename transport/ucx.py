@@ -26,7 +26,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "dkx_worker_open": (_STATUS, [_OUT_HANDLE]),
     "dkx_worker_close": (None, [_HANDLE]),
     "dkx_worker_address": (_STATUS, [_HANDLE, ctypes.c_char_p, _OUT_SIZE]),
-    "dkx_progress_start": (_STATUS, [_HANDLE]),
+    "dkx_progress_start": (_STATUS, [_HANDLE, _HANDLE]),
     "dkx_progress_stop": (None, [_HANDLE]),
     "dkx_region_alloc": (_STATUS, [_HANDLE, _SIZE, _OUT_HANDLE]),
     "dkx_region_address": (ctypes.c_void_p, [_HANDLE]),
@@ -36,6 +36,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "dkx_peer_close": (_STATUS, [_HANDLE, ctypes.c_int, _NS]),
     "dkx_peer_describe": (_STATUS, [_HANDLE, ctypes.c_char_p, _OUT_SIZE]),
     "dkx_key_open": (_STATUS, [_HANDLE, ctypes.c_char_p, _OUT_HANDLE]),
+    "dkx_key_pointer": (ctypes.c_void_p, [_HANDLE, ctypes.c_uint64]),
     "dkx_key_close": (None, [_HANDLE]),
     "dkx_put": (_STATUS, [_HANDLE, _HANDLE, _HANDLE, _SIZE, ctypes.c_uint64]),
     "dkx_fence": (_STATUS, [_HANDLE]),
@@ -93,9 +94,18 @@ class Worker(Handle):
         self.address = _blob("dkx_worker_address", self._handle)
         """What another process needs to connect to this worker."""
 
-    def start_progress(self) -> None:
-        """Let a sleeping thread progress the worker: what a target of writes needs."""
-        _call("dkx_progress_start", self._handle)
+    def start_progress(self, bell: int) -> None:
+        """Let a sleeping thread progress the worker: what a target of writes needs.
+
+        Args:
+            bell: address of the bell that it rings when something has come in (`memory.ring_bell`).
+        """
+        _call("dkx_progress_start", self._handle, bell)
+
+    def stop_progress(self) -> None:
+        """End that thread, if there is one; the bell's memory must live until then."""
+        if self._handle is not None:
+            _library().dkx_progress_stop(self._handle)
 
     def allocate(self, num_bytes: int) -> "Region":
         """Allocate memory that peers may write to."""
@@ -110,7 +120,7 @@ class Worker(Handle):
     def close(self) -> None:
         """Stop progress and destroy the worker; endpoints and regions must be closed before."""
         if self._handle is not None:
-            _library().dkx_progress_stop(self._handle)
+            self.stop_progress()
             _library().dkx_worker_close(self._handle)
             self._handle = None
 
@@ -153,6 +163,14 @@ class Endpoint:
         key = _create("dkx_key_open", self._handle, packed)
         self._keys.append(key)
         return key
+
+    def pointer(self, key: ctypes.c_void_p, remote: int) -> int | None:
+        """Return where this process itself reaches address `remote` of the other side.
+
+        None means that the other side's memory is not shared with this process.
+        """
+        pointer: int | None = _library().dkx_key_pointer(key, remote)
+        return pointer
 
     def put(self, key: ctypes.c_void_p, source: int, num_bytes: int, remote: int) -> None:
         """Start writing `num_bytes` from address `source` to address `remote` of the other side.

@@ -49,7 +49,6 @@ def test_another_process_writes_messages(
     geometry = RingGeometry(slots=3, slot_tokens=60, hidden_size=100, item_bytes=4)
     credits = SPAWN.Semaphore(geometry.slots)
     with Worker() as worker, Ring(worker, geometry) as ring:
-        worker.start_progress()
         where = {"peer": worker.address, "address": ring.address, "key": ring.key}
         writer = start(write_messages, geometry, where, num_messages, credits)
         for sequence in range(num_messages):
@@ -73,7 +72,6 @@ class Pair(NamedTuple):
 @contextmanager
 def connected(*, checksum: bool = False) -> Iterator[Pair]:
     with Worker() as reader, Worker() as worker, Ring(reader, GEOMETRY) as ring:
-        reader.start_progress()
         where = {"peer": reader.address, "address": ring.address, "key": ring.key}
         writer = RingWriter(worker, GEOMETRY, **where, checksum=checksum)
         yield Pair(ring, writer)

@@ -255,6 +255,5 @@ def write_messages(
 def hold_ring(geometry: RingGeometry, told: Connection) -> None:
     """Own a ring, tell how to reach it, and stay."""
     with Worker() as worker, Ring(worker, geometry) as ring:
-        worker.start_progress()
         told.send({"peer": worker.address, "address": ring.address, "key": ring.key})
         signal.pause()

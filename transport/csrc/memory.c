@@ -1,50 +1,34 @@
 /*
- * What needs no UCX: waiting for a word in memory. Called by transport/memory.py through ctypes.
+ * Waiting for a word in memory; needs no UCX. Called by transport/memory.py through ctypes.
  */
 #define _GNU_SOURCE
-#include <stdint.h>
-#include <time.h>
+#include "common.h"
 
 enum { DKM_TIMEOUT = -1 };
+enum { MIN_NAP_NS = 500000, MAX_NAP_NS = 4000000 };
 
-static int64_t now_ns(void)
+static int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/*
+ * Waits until the word has the value, asleep until the bell rings. Not every writer can ring it
+ * (over RDMA none can), so sleep comes in naps as long as the wait so far, within limits.
+ */
+int dkm_wait_word(const uint64_t *word, uint64_t value, uint32_t *bell, int64_t timeout_ns)
 {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return t.tv_sec * 1000000000LL + t.tv_nsec;
-}
+    int64_t start = now_ns();
 
-static void nap_ns(int64_t ns)
-{
-    struct timespec t = {ns / 1000000000LL, ns % 1000000000LL};
-    nanosleep(&t, NULL);
-}
-
-static void relax(void)
-{
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
-}
-
-/* Waits until the word has the value: spins first, then naps of growing length. */
-int dkm_wait_word(const uint64_t *word, uint64_t value, int64_t spin_ns, int64_t max_nap_ns,
-                  int64_t timeout_ns)
-{
-    int64_t start = now_ns(), nap = 20000;
-
-    while (__atomic_load_n(word, __ATOMIC_ACQUIRE) != value) {
+    for (;;) {
+        uint32_t heard = __atomic_load_n(bell, __ATOMIC_ACQUIRE); /* before the word is looked at */
+        if (__atomic_load_n(word, __ATOMIC_ACQUIRE) == value)
+            return 0;
         int64_t waited = now_ns() - start;
         if (waited >= timeout_ns)
             return DKM_TIMEOUT;
-        if (waited < spin_ns) {
-            relax();
-            continue;
-        }
-        nap_ns(nap);
-        nap = nap * 2 < max_nap_ns ? nap * 2 : max_nap_ns;
+        int64_t nap = min(max(waited, MIN_NAP_NS), MAX_NAP_NS);
+        struct timespec t = {0, min(nap, timeout_ns - waited)};
+        syscall(SYS_futex, bell, FUTEX_WAIT, heard, &t, NULL, 0);
     }
-    return 0;
 }
+
+void dkm_ring_bell(uint32_t *bell) { ring_bell(bell); }

@@ -7,6 +7,7 @@
  * Functions return 0 or a negative ucs_status_t; DKX_TIMEOUT is the one code of our own.
  */
 #define _GNU_SOURCE
+#include "common.h"
 #include <poll.h>
 #include <pthread.h>
 #include <stdatomic.h>
@@ -14,7 +15,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/prctl.h>
-#include <time.h>
 #include <ucp/api/ucp.h>
 
 enum { DKX_TIMEOUT = -1000, DKX_TOO_SMALL = -1001, DKX_THREAD = -1002 };
@@ -25,6 +25,7 @@ typedef struct {
     ucp_worker_h worker;
     int event_fd;
     pthread_t thread;
+    uint32_t *bell;
     atomic_int running;
 } dkx_worker;
 
@@ -38,13 +39,6 @@ typedef struct {
     ucp_mem_h handle;
     void *address;
 } dkx_region;
-
-static int64_t now_ns(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return t.tv_sec * 1000000000LL + t.tv_nsec;
-}
 
 static void relax(void)
 {
@@ -129,15 +123,21 @@ int dkx_worker_address(dkx_worker *w, void *buffer, size_t *length)
 }
 
 /* Over tcp nothing arrives unless the target progresses; a sleeping thread does it. A spinning one
- * would take the core that the trainer needs. */
+ * would take the core that the trainer needs. When it has done all there was, it rings the bell. */
 static void *progress_loop(void *arg)
 {
     dkx_worker *w = arg;
+    int news = 0;
 
     prctl(PR_SET_NAME, "ucx-progress");
     while (atomic_load(&w->running)) {
-        if (ucp_worker_progress(w->worker))
+        if (ucp_worker_progress(w->worker)) {
+            news = 1;
             continue;
+        }
+        if (news)
+            ring_bell(w->bell);
+        news = 0;
         if (ucp_worker_arm(w->worker) == UCS_OK) {
             struct pollfd event = {.fd = w->event_fd, .events = POLLIN};
             poll(&event, 1, POLL_MS);
@@ -146,8 +146,9 @@ static void *progress_loop(void *arg)
     return NULL;
 }
 
-int dkx_progress_start(dkx_worker *w)
+int dkx_progress_start(dkx_worker *w, uint32_t *bell)
 {
+    w->bell = bell;
     atomic_store(&w->running, 1);
     if (pthread_create(&w->thread, NULL, progress_loop, w) == 0)
         return 0;
@@ -247,6 +248,14 @@ int dkx_peer_open(dkx_worker *w, const void *address, dkx_peer **out)
 int dkx_key_open(dkx_peer *p, const void *packed, ucp_rkey_h *out)
 {
     return ucp_ep_rkey_unpack(p->endpoint, packed, out);
+}
+
+/* Returns where this process reaches that memory of the other side itself, or NULL. */
+void *dkx_key_pointer(ucp_rkey_h key, uint64_t remote)
+{
+    void *pointer = NULL;
+
+    return ucp_rkey_ptr(key, remote, &pointer) ? NULL : pointer;
 }
 
 void dkx_key_close(ucp_rkey_h key) { ucp_rkey_destroy(key); }
