@@ -1,13 +1,15 @@
-"""Checksums."""
+"""Waiting for a word, checksums, locked memory."""
 
 import random
+import threading
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from transport import memory
-from transport.memory import address_of, crc32c
+from transport.errors import DeadlineError
+from transport.memory import address_of, crc32c, ring_bell, wait_word
 
 
 def portable(data: bytes, seed: int = 0) -> int:
@@ -24,6 +26,25 @@ def reference(data: bytes, seed: int = 0) -> int:
         for _ in range(8):
             crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
     return crc ^ 0xFFFFFFFF
+
+
+@pytest.mark.parametrize("rings", [True, False])
+def test_wait_sees_a_word_that_another_thread_writes(rings: bool) -> None:
+    words = np.zeros(16, np.uint64)
+    word, bell = words.ctypes.data, words.ctypes.data + 64
+
+    def write() -> None:
+        words[0] = 7
+        if rings:
+            ring_bell(bell)
+
+    writer = threading.Timer(0.05, write)
+    writer.start()
+    wait_word(word, 7, bell, 10)
+    assert words[8] == rings
+    writer.join()
+    with pytest.raises(DeadlineError, match=r"was not 0x8 within 0\.01 s"):
+        wait_word(word, 8, bell, 0.01)
 
 
 every_way = pytest.mark.parametrize("compute", [crc32c, portable])

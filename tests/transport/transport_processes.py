@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import struct
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -250,6 +251,25 @@ def write_messages(
         transports = writer.transports()
         writer.close()
     return transports
+
+
+def announce_in_turn(
+    ring: dict[str, Any], pipe: Connection, num_rounds: int, *, pause_s: float, policy: int
+) -> None:
+    """Send the time over a pipe, then in the first slot of a ring, again and again."""
+    geometry = GEOMETRY
+    os.sched_setscheduler(0, policy, os.sched_param(os.sched_get_priority_min(policy)))
+    with Worker() as worker:
+        writer = RingWriter(worker, geometry, **ring)
+        for sequence in range(num_rounds):
+            time.sleep(pause_s)
+            pipe.send(time.monotonic())
+            time.sleep(pause_s)
+            payload = bytearray(geometry.row_bytes)
+            header = replace(header_of(geometry, sequence, payload), attempt=0)
+            struct.pack_into("d", payload, 0, time.monotonic())
+            writer.write(0, memoryview(payload), header, WAIT_S)
+        writer.close()
 
 
 def hold_ring(geometry: RingGeometry, told: Connection) -> None:

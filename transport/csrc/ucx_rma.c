@@ -10,6 +10,7 @@
 #include "common.h"
 #include <poll.h>
 #include <pthread.h>
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -39,15 +40,6 @@ typedef struct {
     ucp_mem_h handle;
     void *address;
 } dkx_region;
-
-static void relax(void)
-{
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
-}
 
 static int copy_out(const void *source, size_t length, void *buffer, size_t *capacity)
 {
@@ -271,7 +263,7 @@ static int wait_request(dkx_peer *p, void *request, int64_t timeout_ns)
         return UCS_PTR_STATUS(request);
     while ((status = ucp_request_check_status(request)) == UCS_INPROGRESS && now_ns() < deadline)
         if (!ucp_worker_progress(p->worker->worker))
-            relax();
+            sched_yield(); /* the other side may need this core to answer */
     ucp_request_free(request);
     return status == UCS_INPROGRESS ? DKX_TIMEOUT : status;
 }

@@ -1,0 +1,100 @@
+"""What waiting costs: the delay after a doorbell, and the processor while nothing comes."""
+
+import os
+import statistics
+import struct
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+from transport_processes import GEOMETRY, SPAWN, WAIT_S, Child, announce_in_turn
+
+from transport.ring import Ring
+from transport.ucx import Worker
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+
+@contextmanager
+def opened_ring() -> Iterator[tuple[Ring, dict[str, object]]]:
+    """Yield a ring and what a writer must know of it."""
+    with Worker() as worker, Ring(worker, GEOMETRY) as ring:
+        yield ring, {"peer": worker.address, "address": ring.address, "key": ring.key}
+
+
+@contextmanager
+def cpu_shares() -> Iterator[list[float]]:
+    """Measure which share of a core this thread, and all others of this process, take."""
+    shares: list[float] = []
+    wall, own, whole = time.monotonic(), time.thread_time(), time.process_time()
+    yield shares
+    wall, own = time.monotonic() - wall, time.thread_time() - own
+    shares += [own / wall, (time.process_time() - whole - own) / wall]
+
+
+@pytest.fixture
+def undisturbed() -> Iterator[int]:
+    """Give this thread priority over a busy machine; return the scheduling policy that does it."""
+    policy = os.SCHED_RR
+    try:
+        os.sched_setscheduler(0, policy, os.sched_param(os.sched_get_priority_min(policy)))
+    except PermissionError:
+        pytest.skip("needs the right to real-time priority")
+    yield policy
+    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+
+
+@pytest.mark.parametrize("tls", ["posix", "sysv", "posix,cma", "tcp"])
+def test_doorbell_ends_a_wait_about_as_soon_as_a_pipe(
+    start: Callable[..., Child],
+    set_ucx: Callable[[str | None], None],
+    undisturbed: int,
+    tls: str,
+) -> None:
+    set_ucx(tls)
+    num_rounds = 30
+    of_pipe, of_ring = [], []
+    ours, theirs = SPAWN.Pipe(duplex=False)
+    with opened_ring() as (ring, where):
+        writer = start(
+            announce_in_turn, where, theirs, num_rounds, pause_s=0.02, policy=undisturbed
+        )
+        for sequence in range(num_rounds):
+            sent_s = ours.recv()
+            of_pipe.append(time.monotonic() - sent_s)
+            assert ring.wait(0, sequence, 0, WAIT_S)
+            (sent_s,) = struct.unpack("d", ring.payload(0, 1)[:8])
+            of_ring.append(time.monotonic() - sent_s)
+        writer.result()
+    limit_s = 2 * statistics.median(of_pipe) + 0.0005  # naps alone would take 0.002
+    assert statistics.median(of_ring) < limit_s
+
+
+@pytest.mark.parametrize("tls", ["posix", "tcp"])
+def test_waiting_in_vain_takes_little_of_a_core(
+    set_ucx: Callable[[str | None], None], tls: str
+) -> None:
+    set_ucx(tls)
+    with opened_ring() as (ring, _), cpu_shares() as shares:
+        assert not ring.wait(0, 0, 0, 1.5)
+    waiting, progress = shares
+    assert waiting < 0.02
+    assert progress < 0.005
+
+
+def test_progress_takes_little_from_a_busy_thread(
+    start: Callable[..., Child], set_ucx: Callable[[str | None], None]
+) -> None:
+    set_ucx("tcp")
+    num_rounds = 10
+    ours, theirs = SPAWN.Pipe(duplex=False)
+    with opened_ring() as (ring, where):
+        policy = os.SCHED_OTHER
+        writer = start(announce_in_turn, where, theirs, num_rounds, pause_s=0.05, policy=policy)
+        ours.recv()
+        with cpu_shares() as shares:
+            while not ring.is_ready(0, num_rounds - 1, 0):
+                pass
+        writer.result()
+    assert shares[1] < 0.03
