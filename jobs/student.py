@@ -30,6 +30,7 @@ from toolkit.models.facts import (
 )
 from toolkit.models.heads import head_of, load_head
 from toolkit.models.load import body_of, load_config, torch_dtype
+from toolkit.teacher.pinning import pin_for
 from toolkit.teacher.sources import ColocatedTeacher, RemoteTeachers, TeacherBody, TeacherSource
 from toolkit.training.checkpoint import Checkpoints
 from toolkit.training.evaluate import evaluate
@@ -149,6 +150,7 @@ class _StudentRun:
             liveness=liveness_of(config),
             num_spare_slots=config.ring.spare_slots,
             order_timeout_s=config.transport.order_timeout_s,
+            pin=pin_for(self._ranks.device),
         )
         self._metrics.write("phase", phase="waiting for teachers")
         try:  # the others may join later

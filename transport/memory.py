@@ -1,9 +1,13 @@
-"""What the transport does with memory that needs no UCX: waiting for a word, checksums.
+"""What the transport does with memory that needs no UCX: waiting for a word, checksums, locking.
 
 Every call releases the GIL.
 """
 
 import ctypes
+import os
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +17,8 @@ import numpy as np
 from transport.errors import DeadlineError, TransportError
 
 LIBRARY = Path(__file__).with_name("libdisaggkd_memory.so")
+Pin = Callable[[int, int], AbstractContextManager[str]]
+"""Pins so many bytes from an address on, until its end; gives what it did, for the log."""
 
 _ADDRESS = ctypes.c_void_p
 _CRC = ctypes.c_uint32
@@ -59,6 +65,26 @@ def crc32c(view: bytes | memoryview, seed: int = 0) -> int:
     """
     data = memoryview(view)
     return int(_library().dkm_crc32c(seed, address_of(data), data.nbytes))
+
+
+@contextmanager
+def lock(address: int, num_bytes: int) -> Iterator[str]:
+    """Keep memory from being swapped out, if the limit of locked memory allows it: a `Pin`."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    memory = _ADDRESS(address), ctypes.c_size_t(num_bytes)
+    if libc.mlock(*memory):
+        reason = os.strerror(ctypes.get_errno())
+        limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        yield (
+            f"not locked ({reason}): {num_bytes} bytes are needed, RLIMIT_MEMLOCK is {limit}; "
+            "raise it with `ulimit -l unlimited`, under Slurm with "
+            "PropagateResourceLimitsExcept=MEMLOCK in slurm.conf"
+        )
+        return
+    try:
+        yield "locked in memory"
+    finally:
+        libc.munlock(*memory)
 
 
 @cache

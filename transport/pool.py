@@ -21,6 +21,7 @@ from transport.errors import (
 from transport.handles import Handle
 from transport.layout import RingGeometry, SlotHeader, token_digest
 from transport.liveness import Gone, Heard, Liveness, Silent
+from transport.memory import Pin, lock
 from transport.messages import (
     PROTOCOL_VERSION,
     ROW_INDEX_BYTES,
@@ -80,6 +81,7 @@ class TeacherPool(Handle):
         liveness: Liveness,
         num_spare_slots: int = 0,
         order_timeout_s: float = 60.0,
+        pin: Pin = lock,
     ) -> None:
         """Make the ring.
 
@@ -91,6 +93,7 @@ class TeacherPool(Handle):
             liveness: heartbeat interval and limits.
             num_spare_slots: how many of the ring's slots are kept for orders of lost teachers.
             order_timeout_s: after which time an order is given to another teacher, if there is one.
+            pin: pins the ring's memory.
         """
         self._folder = folder
         self._keys = RunKeys.load(folder)
@@ -100,7 +103,7 @@ class TeacherPool(Handle):
         self._num_orders = geometry.slots - num_spare_slots
         self._order_timeout_s = order_timeout_s
         self._worker = Worker()
-        self._ring = Ring(self._worker, geometry)
+        self._ring = Ring(self._worker, geometry, pin)
         self._liveness = liveness
         self._book = OrderBook(geometry.slots, rank, self._is_ready)
         self._changed = threading.Condition()

@@ -5,6 +5,8 @@ whole slot. Without the fence a third of the messages were torn or early in expe
 """
 
 import ctypes
+import logging
+from contextlib import ExitStack
 from dataclasses import replace
 
 from transport.errors import DeadlineError, ProtocolError
@@ -16,19 +18,35 @@ from transport.layout import (
     SlotHeader,
     doorbell_value,
 )
-from transport.memory import address_of, crc32c, ring_bell, wait_word
+from transport.memory import Pin, address_of, crc32c, lock, ring_bell, wait_word
 from transport.ucx import Worker
+
+log = logging.getLogger(__name__)
 
 
 class Ring(Handle):
     """The student's side: the memory, and the doorbells that announce what arrived in it."""
 
-    def __init__(self, worker: Worker, geometry: RingGeometry) -> None:
+    def __init__(self, worker: Worker, geometry: RingGeometry, pin: Pin = lock) -> None:
+        """Allocate the ring and let writers in.
+
+        Args:
+            worker: UCX worker of this process; one ring each.
+            geometry: geometry of the ring.
+            pin: pins the memory until `close`.
+        """
         self.geometry = geometry
         self._worker = worker
         self._region = worker.allocate(geometry.total_bytes)
         self._bell = self._region.address + geometry.bell_offset
         self._doorbells = self._region.view[: geometry.slots * CACHE_LINE_BYTES].cast("Q")
+        self._pinned = ExitStack()
+        try:
+            how = self._pinned.enter_context(pin(self.address, geometry.total_bytes))
+        except BaseException:
+            self._region.close()
+            raise
+        log.info("ring of %d bytes: %s", geometry.total_bytes, how)
         worker.start_progress(self._bell)
 
     @property
@@ -80,6 +98,7 @@ class Ring(Handle):
     def close(self) -> None:
         """Give the memory back; views of it are invalid from here on."""
         self._worker.stop_progress()
+        self._pinned.close()
         self._region.close()
 
 

@@ -3,13 +3,16 @@
 import random
 import threading
 from collections.abc import Callable
+from mmap import mmap
+from pathlib import Path
 
 import numpy as np
 import pytest
+from transport_processes import Child, lock_too_much
 
 from transport import memory
 from transport.errors import DeadlineError
-from transport.memory import address_of, crc32c, ring_bell, wait_word
+from transport.memory import address_of, crc32c, lock, ring_bell, wait_word
 
 
 def portable(data: bytes, seed: int = 0) -> int:
@@ -85,3 +88,26 @@ def test_crc32c_takes_unaligned_and_shaped_memory() -> None:
     assert crc32c(memoryview(data)[1:]) == reference(data[1:])
     rows = np.frombuffer(data[1:], np.float16).reshape(100, -1)
     assert crc32c(rows.data) == reference(data[1:])
+
+
+def locked_bytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmLck:")[2].split()[0]) * 1024
+
+
+def test_memory_is_locked_until_the_end() -> None:
+    before = locked_bytes()
+    with mmap(-1, 1 << 14) as area:
+        memory = np.frombuffer(area, np.uint8)
+        with lock(memory.ctypes.data, memory.nbytes) as how:
+            assert how == "locked in memory"
+            assert locked_bytes() == before + (1 << 14)
+        assert locked_bytes() == before
+        del memory
+
+
+def test_limit_of_locked_memory_is_told_with_a_remedy(start: Callable[..., Child]) -> None:
+    how = start(lock_too_much).result()
+    assert "1048576 bytes are needed, RLIMIT_MEMLOCK is 65536" in how
+    assert "`ulimit -l unlimited`" in how
+    assert "PropagateResourceLimitsExcept=MEMLOCK" in how

@@ -32,6 +32,7 @@ from transport.errors import (
     RefusedError,
 )
 from transport.liveness import Liveness
+from transport.memory import crc32c
 from transport.messages import Order
 from transport.rendezvous import RunKeys, discover
 from transport.service import TeacherService
@@ -61,6 +62,20 @@ def test_answers_come_in_sequence(
     assert served == [answered.count(index) for index in range(num_teachers)]
     assert min(served) > 0
     assert discover(run_folder) == {}
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+def test_answers_have_a_checksum_when_asked_for(
+    run_folder: Path, start: Start, checksum: bool
+) -> None:
+    teacher = start(teach, run_folder, checksum=checksum)
+    with open_pool(run_folder) as pool:
+        pool.connect(1, WAIT_S)
+        ask(pool, 0, 0)
+        taken = pool.take(WAIT_S)
+        assert taken.header.checksum == (crc32c(taken.payload) if checksum else None)
+        pool.release(taken)
+    teacher.result()
 
 
 def test_one_teacher_serves_two_students_in_turn(run_folder: Path, start: Start) -> None:

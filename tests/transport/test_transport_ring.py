@@ -3,7 +3,7 @@
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -201,3 +201,26 @@ def test_write_to_a_dead_reader_ends(
         writer.close(force=True)
         assert time.monotonic() - start_s < 1.5
     reader.kill()
+
+
+def test_ring_pins_all_its_memory_until_it_is_closed() -> None:
+    pinned: list[tuple[int, int]] = []
+
+    @contextmanager
+    def pin(address: int, num_bytes: int) -> Iterator[str]:
+        pinned.append((address, num_bytes))
+        yield "pinned"
+        pinned.remove((address, num_bytes))
+
+    with Worker() as worker:
+        with Ring(worker, GEOMETRY, pin) as ring:
+            assert pinned == [(ring.address, GEOMETRY.total_bytes)]
+        assert pinned == []
+
+
+def test_ring_that_cannot_be_pinned_leaves_nothing() -> None:
+    def pin(address: int, num_bytes: int) -> AbstractContextManager[str]:
+        raise ValueError(f"{num_bytes} bytes are too many")
+
+    with Worker() as worker, pytest.raises(ValueError, match=f"{GEOMETRY.total_bytes} bytes"):
+        Ring(worker, GEOMETRY, pin)

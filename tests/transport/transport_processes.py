@@ -2,6 +2,7 @@
 
 import os
 import random
+import resource
 import signal
 import struct
 import time
@@ -18,6 +19,7 @@ import numpy as np
 from transport.control import ControlChannel, Event
 from transport.layout import RingGeometry, SlotHeader, token_digest
 from transport.liveness import Liveness
+from transport.memory import lock
 from transport.messages import PROTOCOL_VERSION, Hello, Order, Welcome
 from transport.pool import TeacherPool
 from transport.rendezvous import RunKeys
@@ -155,6 +157,7 @@ def teach(
     compute: Compute = answer,
     num_students: int = 1,
     liveness: Liveness = LIVENESS,
+    checksum: bool = False,
 ) -> list[Served]:
     """Be a teacher that ends in good order at SIGTERM; return what it served."""
     served: list[Served] = []
@@ -164,6 +167,7 @@ def teach(
         facts=FACTS,
         interface="lo",
         liveness=liveness,
+        checksum=checksum,
         on_served=served.append,
     ) as service:
         signal.signal(signal.SIGTERM, lambda *_: service.stop())
@@ -277,3 +281,13 @@ def hold_ring(geometry: RingGeometry, told: Connection) -> None:
     with Worker() as worker, Ring(worker, geometry) as ring:
         told.send({"peer": worker.address, "address": ring.address, "key": ring.key})
         signal.pause()
+
+
+def lock_too_much() -> str:
+    """Lock 1 MiB where 64 KiB are allowed; return what was said."""
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 16, 1 << 16))
+    if os.getuid() == 0:  # whom the limit does not bind
+        os.setuid(65534)
+    memory = np.zeros(1 << 20, np.uint8)
+    with lock(memory.ctypes.data, memory.nbytes) as how:
+        return how
