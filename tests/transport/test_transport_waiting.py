@@ -76,9 +76,13 @@ def test_waiting_in_vain_takes_little_of_a_core(
     set_ucx: Callable[[str | None], None], tls: str
 ) -> None:
     set_ucx(tls)
-    with opened_ring() as (ring, _), cpu_shares() as shares:
-        assert not ring.wait(0, 0, 0, 1.5)
-    waiting, progress = shares
+    measured = []
+    with opened_ring() as (ring, _):
+        for _ in range(4):
+            with cpu_shares() as shares:
+                assert not ring.wait(0, 0, 0, 0.5)
+            measured.append(shares)
+    waiting, progress = map(min, zip(*measured, strict=True))  # others only ever add to it
     assert waiting < 0.02
     assert progress < 0.005
 
