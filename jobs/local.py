@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import inf
 from types import FrameType
 
-from jobs.run_folder import RunFolder
+from jobs.run_folder import Failure, RunFolder
 from toolkit.config import Config
 
 _TICK_S = 0.2
@@ -86,45 +87,61 @@ class LocalRun:
         self._roles.append(_Role(name, rank, process))
 
     def _watch(self, on_tick: Callable[[], object]) -> None:
-        """Return when all processes have ended, or have had their time to."""
-        grace_s = self._config.transport.dead_after_s + _GRACE_S
-        first_end: float | None = None
-        while any(role.process.poll() is None for role in self._roles):
+        """Return when all processes have ended, or have had their time to.
+
+        The run goes on without a teacher. When a student has ended, the others save and end, and
+        then the teachers.
+        """
+        transport = self._config.transport
+        limits = {"student": transport.take_timeout_s, "teacher": transport.dead_after_s + _GRACE_S}
+        waited_since = {"student": inf, "teacher": inf}
+        while self._running():
             on_tick()
             time.sleep(_TICK_S)
-            if self._stop_asked > 1:
-                return
-            if first_end is None and any(r.process.poll() is not None for r in self._roles):
-                first_end = time.monotonic()
-            if first_end is not None and time.monotonic() - first_end > grace_s:
+            now = time.monotonic()
+            students = self._running("student")
+            if len(students) < self._config.student.replicas:
+                waited_since["student"] = min(now, waited_since["student"])
+            if not students:
+                waited_since["teacher"] = min(now, waited_since["teacher"])
+            role = "student" if students else "teacher"
+            if self._stop_asked > 1 or now - waited_since[role] > limits[role]:
                 return
         on_tick()
 
+    def _running(self, name: str = "") -> list[_Role]:
+        return [r for r in self._roles if name in ("", r.name) and r.process.poll() is None]
+
     def _outcome(self) -> Outcome:
-        codes = [role.process.poll() for role in self._roles]
         students = {role.process.poll() for role in self._roles if role.name == "student"}
         if self._stop_asked and students <= {None, _EXIT_STOPPED}:
             return Outcome(130, "stopped; the same command goes on from the last checkpoint")
-        if all(code == 0 for code in codes):
-            return Outcome(0)
+        if students == {0}:
+            return Outcome(0, "\n".join(self._lost_teachers()))
         return Outcome(1, self._describe_failure())
 
-    def _describe_failure(self) -> str:
-        lines = [
-            f"{role.label} was ended by {signal.Signals(-role.process.returncode).name}"
+    def _lost_teachers(self) -> list[str]:
+        notes = {failure.rank: str(failure) for failure in self._folder.teacher_failures()}
+        return [
+            f"{notes.get(role.rank) or _ending(role)}; the run went on without it"
             for role in self._roles
-            if (role.process.returncode or 0) < 0
+            if role.name == "teacher" and role.process.poll() not in (None, 0)
         ]
+
+    def _describe_failure(self) -> str:
+        for role in self._roles:
+            if role.name == "student" and (role.process.poll() or 0) < 0:
+                self._folder.write_failure(Failure("student", role.rank, _ending(role), again=True))
+        lines = [_ending(role) for role in self._roles if (role.process.returncode or 0) < 0]
         failure = self._folder.failure()
         if failure is not None:
-            noted = f"{failure['role']} {failure['rank']} failed: {failure['error']}"
-            lines += [noted, *failure["traceback"].splitlines()]
+            lines += [str(failure), *failure.traceback.splitlines()]
         if lines:
             return "\n".join([*lines, f"logs are in {self._folder.logs}"])
         role = next(r for r in self._roles if r.process.poll() != 0)
         log = self._folder.log_file(role.name, role.rank)
         tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-20:]
-        return "\n".join([f"{role.label} ended with {role.process.poll()}:", *tail])
+        return "\n".join([f"{_ending(role)}:", *tail])
 
     def _kill(self) -> None:
         for role in self._roles:
@@ -146,3 +163,10 @@ class LocalRun:
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
+
+
+def _ending(role: _Role) -> str:
+    code = role.process.returncode
+    if code is not None and code < 0:
+        return f"{role.label} was ended by {signal.Signals(-code).name}"
+    return f"{role.label} ended with {code}"

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from jobs.run_folder import RunFolder
+from jobs.run_folder import Failure, RunFolder
 from toolkit.config import Config, ModelSection
 from toolkit.data.tokenizer import tokenizer_digest
 from toolkit.errors import InputError
@@ -62,7 +62,7 @@ def run_role(role: str, rank: int, folder: Path) -> int:
         message = str(error) if expected else f"{type(error).__name__}: {error}"
         trace = "" if expected else traceback.format_exc()
         again = isinstance(error, PeerLostError | DeadlineError)
-        run_folder.write_failure(role, rank, message, trace, again=again)
+        run_folder.write_failure(Failure(role, rank, message, trace, again))
         return EXIT_FAILED
 
 

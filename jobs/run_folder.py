@@ -5,8 +5,10 @@ import json
 import os
 import shutil
 import tomllib
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,28 @@ from toolkit.config import Config
 from toolkit.config_file import changes, dump_config, parse_config
 from toolkit.errors import InputError
 from transport.rendezvous import PEERS_FOLDER, RunKeys, write_atomically
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a process failed.
+
+    Attributes:
+        role: who failed.
+        rank: which of them.
+        error: what to tell the user.
+        traceback: for errors of which the message does not say all.
+        again: whether the run may come to its end when it is started again.
+    """
+
+    role: str
+    rank: int
+    error: str
+    traceback: str = ""
+    again: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.rank} failed: {self.error}"
 
 
 class RunFolder:
@@ -27,6 +51,7 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.done = path / "done"
         self.failed = path / "failed"
+        self.lost_teachers = path / "lost-teachers"
         self.restarts = path / "restarts"
         self.batch_file = path / "job.sbatch"
         self.job = path / "job.json"
@@ -74,6 +99,7 @@ class RunFolder:
     def begin(self) -> None:
         """Clear what the processes of an earlier start have left; the lock must be held."""
         shutil.rmtree(self.path / PEERS_FOLDER, ignore_errors=True)
+        shutil.rmtree(self.lost_teachers, ignore_errors=True)
         self.failed.unlink(missing_ok=True)
 
     @contextmanager
@@ -107,22 +133,20 @@ class RunFolder:
                 return int(stream.read() or 0) or None
         return None
 
-    def write_failure(
-        self, role: str, rank: int, message: str, traceback: str = "", *, again: bool = False
-    ) -> None:
+    def write_failure(self, failure: Failure) -> None:
         """Note why the run failed; only the first failure is kept.
 
-        Args:
-            role: who failed.
-            rank: which of them.
-            message: what to tell the user.
-            traceback: for errors of which the message does not say all.
-            again: whether the run may come to its end when it is started again.
+        A run goes on without a teacher that failed; such a failure is noted beside the others, and
+        becomes the run's when a student fails for want of teachers.
         """
-        failure = {"role": role, "rank": rank, "error": message, "traceback": traceback}
-        text = json.dumps(failure | {"again": again}, indent=1)
-        temporary = self.path / f".failed.{os.getpid()}"
-        temporary.write_text(text + "\n", encoding="utf-8")
+        if failure.role == "teacher":
+            self.lost_teachers.mkdir(exist_ok=True)
+            _write_json(self.lost_teachers / f"{failure.rank}.json", asdict(failure))
+            return
+        if failure.again:
+            failure = next(iter(self.teacher_failures()), failure)
+        temporary = self.path / f".failed.{uuid.uuid4().hex}"
+        _write_json(temporary, asdict(failure))
         try:
             os.link(temporary, self.failed)
         except FileExistsError:
@@ -130,9 +154,15 @@ class RunFolder:
         finally:
             temporary.unlink()
 
-    def failure(self) -> dict[str, Any] | None:
-        """Return what `write_failure` noted first, or None."""
-        return _read_json(self.failed)
+    def teacher_failures(self) -> list[Failure]:
+        """Return why teachers of this start failed."""
+        files = sorted(self.lost_teachers.glob("*.json"))
+        return [Failure(**values) for file in files if (values := _read_json(file))]
+
+    def failure(self) -> Failure | None:
+        """Return why the run failed, or None."""
+        values = _read_json(self.failed)
+        return None if values is None else Failure(**values)
 
     def restart_reasons(self) -> list[str]:
         """Return why the run's jobs were started again, in order."""
@@ -146,7 +176,7 @@ class RunFolder:
 
     def set_job(self, job: int) -> None:
         """Note the Slurm job that works on this run."""
-        write_atomically(self.job, json.dumps({"id": job}) + "\n")
+        _write_json(self.job, {"id": job})
 
     def results(self) -> dict[str, Any]:
         """Return the evaluations, by `before` and `after`, as far as they are made."""
@@ -154,8 +184,7 @@ class RunFolder:
 
     def add_result(self, name: str, values: dict[str, Any]) -> None:
         """Add one evaluation."""
-        text = json.dumps(self.results() | {name: values}, indent=1)
-        write_atomically(self.result, text + "\n")
+        _write_json(self.result, self.results() | {name: values})
 
     def _check_same(self, config: Config) -> None:
         differing = changes(self.load(), config)
@@ -173,3 +202,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     return values
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    write_atomically(path, json.dumps(values, indent=1) + "\n")

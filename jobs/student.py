@@ -1,7 +1,7 @@
 """A student process: trains one rank, and evaluates before and after."""
 
-import logging
 import signal
+import time
 from dataclasses import asdict
 from pathlib import Path
 from threading import Event
@@ -38,11 +38,11 @@ from toolkit.training.metrics import MetricsWriter
 from toolkit.training.ranks import Ranks, joined
 from toolkit.training.student import DistilledStudent
 from toolkit.training.trainer import Trainer
-from transport.errors import TransportError
+from transport.errors import DeadlineError, PeerLostError, TransportError
 from transport.layout import RingGeometry
 from transport.pool import TeacherPool
 
-log = logging.getLogger(__name__)
+_LOOK_S = 1.0
 
 
 def run_student(config: Config, folder: RunFolder, rank: int) -> int:
@@ -108,7 +108,7 @@ class _StudentRun:
             self._metrics.write("phase", phase="training")
             # At least one step, also when the warning came early: else no start would get further.
             start = trainer.step
-            done = trainer.train(lambda: self._stop.is_set() and trainer.step > start)
+            done = trainer.train(lambda step: self._stop.is_set() and step > start)
             return done and self._evaluated("after", teacher)
 
     def _evaluated(self, when: str, teacher: TeacherSource) -> bool:
@@ -153,13 +153,29 @@ class _StudentRun:
             pin=pin_for(self._ranks.device),
         )
         self._metrics.write("phase", phase="waiting for teachers")
-        try:  # the others may join later
-            names = pool.connect(1, config.transport.connect_timeout_s)
+        try:
+            self._wait_for_teacher(pool)
         except BaseException:
             pool.close()
             raise
-        log.info("teachers: %s", ", ".join(names))
         return pool
+
+    def _wait_for_teacher(self, pool: TeacherPool) -> None:
+        """Wait for the first teacher, unless all fail; the others may join later."""
+        deadline = time.monotonic() + self._config.transport.connect_timeout_s
+        while True:
+            try:
+                pool.connect(1, min(_LOOK_S, deadline - time.monotonic()))
+                return
+            except DeadlineError:
+                failures = self._folder.teacher_failures()
+                if len(failures) >= self._config.num_teachers:
+                    raise PeerLostError("all teachers failed; see their logs") from None
+                if time.monotonic() > deadline:
+                    limit_s = self._config.transport.connect_timeout_s
+                    raise DeadlineError(
+                        f"no teacher came within {limit_s:g} s; see the teachers' logs"
+                    ) from None
 
 
 def _open_batches(config: Config, vocab_size: int, facts: TeacherFacts, ranks: Ranks) -> Batches:

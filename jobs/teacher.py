@@ -23,7 +23,7 @@ from transport.service import TeacherService
 
 
 def run_teacher(config: Config, folder: RunFolder, index: int) -> int:
-    """Serve until the students say bye; SIGTERM ends it after the order under way."""
+    """Serve until the students say bye; after SIGTERM no longer than they need to save."""
     # Slurm warns every task before the time limit: the students save, then say bye.
     on_signals(lambda: None, signal.SIGUSR1, signal.SIGUSR2)
     model = load_checked("teacher", config.teacher, config)

@@ -49,7 +49,7 @@ def as_json(state: RunState) -> str:
         "path": state.path,
         "phase": state.phase,
         "done": state.done,
-        "failure": state.failure,
+        "failure": None if state.failure is None else asdict(state.failure),
         "job": state.job,
         "job_state": None if state.job_state is None else asdict(state.job_state),
         "restarts": state.restarts,

@@ -5,7 +5,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from jobs.run_folder import RunFolder
+from jobs.run_folder import Failure, RunFolder
 from jobs.slurm.client import JobState, job_state
 from toolkit.config import Config
 from toolkit.training.metrics import MetricsReader, Record
@@ -59,7 +59,7 @@ class RunState:
     steps: deque[Record] = field(default_factory=lambda: deque(maxlen=_HISTORY))
     teachers: list[TeacherState] = field(default_factory=list)
     results: dict[str, Any] = field(default_factory=dict)
-    failure: dict[str, Any] | None = None
+    failure: Failure | None = None
     done: bool = False
     job: int | None = None
     job_state: JobState | None = None

@@ -42,9 +42,7 @@ def summary(state: RunState) -> RenderableType:
     if state.results:
         parts.append(result_table(state.results))
     if state.failure is not None:
-        failure = state.failure
-        text = f"{failure['role']} {failure['rank']} failed: {failure['error']}"
-        parts.append(Text(text, style="red"))
+        parts.append(Text(str(state.failure), style="red"))
     return Group(*parts)
 
 
@@ -155,4 +153,7 @@ def _teachers(state: RunState) -> Table:
 def _ring(state: RunState) -> Text:
     ready, slots = state.steps[-1]["ring_ready"], state.config.ring.slots
     gauge = "■" * ready + "□" * (slots - ready)
-    return Text(f"ring {gauge} {ready}/{slots} ready, student waits {state.waiting:.0%}")
+    teachers = f"{state.steps[-1]['num_teachers']} teachers connected"
+    return Text(
+        f"ring {gauge} {ready}/{slots} ready, student waits {state.waiting:.0%}, {teachers}"
+    )

@@ -18,7 +18,7 @@ SRUN_OPTIONS = ("--unbuffered", "--kill-on-bad-exit=0")
 
 BEGIN = (
     'if [ -e "$run/done" ]; then exit 0; fi',
-    'rm -rf "$run/peers" "$run/failed"  # of an earlier start',
+    'rm -rf "$run/peers" "$run/failed" "$run/lost-teachers"  # of an earlier start',
 )
 """The shell lines between the prologue and srun, in a run's own job."""
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jobs.preflight import check_inputs
-from jobs.run_folder import RunFolder
+from jobs.run_folder import Failure, RunFolder
 from jobs.slurm import client
 from jobs.slurm.batch import (
     BEGIN,
@@ -38,8 +38,10 @@ class RunTask:
         """
         code = run_task(self.role, self.folder, self.shift)
         if code:
-            failure = RunFolder(self.folder).failure() or {}
-            raise RuntimeError(f"{failure.get('error')}\n{failure.get('traceback', '')}".strip())
+            folder = RunFolder(self.folder)
+            noted = [folder.failure(), *folder.teacher_failures()]
+            failure = next(filter(None, noted), Failure(self.role, 0, "see its log"))
+            raise RuntimeError(f"{failure}\n{failure.traceback}".strip())
         return code
 
 

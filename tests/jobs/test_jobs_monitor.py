@@ -10,7 +10,7 @@ from rich.console import Console, RenderableType
 
 from jobs.monitor.state import RunState, StateReader, TeacherState
 from jobs.monitor.view import dashboard, plain_line, result_table, sparkline, summary
-from jobs.run_folder import RunFolder
+from jobs.run_folder import Failure, RunFolder
 from toolkit.config_file import load_config
 from toolkit.training.metrics import MetricsWriter
 
@@ -20,7 +20,7 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "tiny.toml"
 def _step(step: int, **values: Any) -> dict[str, Any]:
     record = {"kind": "step", "step": step, "steps": 10, "kd": 4.0 - step / 2, "ce": 5.0}
     record |= {"grad_norm": 1.5, "lr": 3e-4, "tokens_per_s": 2000.0, "step_s": 2.0, "wait_s": 1.0}
-    return record | {"ring_ready": 1, "loss": 1.0} | values
+    return record | {"ring_ready": 1, "num_teachers": 2, "loss": 1.0} | values
 
 
 def _state(**values: Any) -> RunState:
@@ -51,7 +51,7 @@ def test_dashboard_shows_both_sides_and_who_waits() -> None:
             " teacher  capacity        waits  writes     orders",
             " 0        1,234 tokens/s  25%    3.50 GB/s  42",
             " 1        999 tokens/s    0%     2.00 GB/s  40",
-            "ring ■□□□ 1/4 ready, student waits 50%",
+            "ring ■□□□ 1/4 ready, student waits 50%, 2 teachers connected",
             "teachers set the pace: the student waits 50% of its time",
         ]
     )
@@ -86,7 +86,7 @@ def test_bottleneck(wait_s: float, waiting: float, sentence: str) -> None:
 
 
 def test_summary_tells_how_it_ended() -> None:
-    failure = {"role": "teacher", "rank": 1, "error": "out of memory", "traceback": ""}
+    failure = Failure("teacher", 1, "out of memory")
     text = _text(summary(_state(failure=failure)))
     assert "disaggkd runs/x  failed" in text and "teacher 1 failed: out of memory" in text
     assert "disaggkd runs/x  done" in _text(summary(_state(done=True)))
@@ -122,10 +122,18 @@ def test_state_follows_files_through_a_resume(tmp_path: Path) -> None:
     with MetricsWriter(folder.metrics_file("teacher", 0)) as teacher:
         teacher.write("served", **served)
         teacher.write("served", **served)
-    folder.write_failure("student", 0, "first", "")
-    folder.write_failure("teacher", 0, "second", "")
+    folder.write_failure(Failure("student", 0, "first"))
+    folder.write_failure(Failure("student", 1, "second"))
     state = reader.read()
     assert [(r["step"], r["kd"]) for r in state.steps] == [(1, 3.5), (2, 9.0)]
     assert state.teachers == [TeacherState(0, 100.0, 0.5, 2.0, 2)]
-    assert state.failure is not None and state.failure["error"] == "first"
+    assert state.failure is not None and state.failure.error == "first"
     assert [p.name for p in folder.path.glob(".*")] == []
+
+
+def test_a_teacher_s_failure_is_the_run_s_when_a_student_fails_for_it(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.write_failure(Failure("teacher", 1, "out of memory"))
+    assert folder.failure() is None  # the run goes on with the other one
+    folder.write_failure(Failure("student", 0, "no teacher is left", again=True))
+    assert folder.failure() == Failure("teacher", 1, "out of memory")

@@ -29,6 +29,10 @@ class TeacherSource(AbstractContextManager["TeacherSource"], Protocol):
     def num_ready(self) -> int:
         """Micro-batches that lie ready in this moment."""
 
+    @property
+    def num_teachers(self) -> int:
+        """Teachers of other processes that can be asked in this moment."""
+
     def stream(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, Tensor]]:
         """Yield every batch with the hidden states of its labelled rows, `[R, H]`.
 
@@ -62,7 +66,7 @@ class TeacherBody:
 class ColocatedTeacher(TeacherSource):
     """A teacher in this process, computed between the student's steps."""
 
-    num_ready = 0
+    num_ready = num_teachers = 0
 
     def __init__(self, body: TeacherBody) -> None:
         self._body = body
@@ -114,6 +118,11 @@ class RemoteTeachers(TeacherSource):
     def num_ready(self) -> int:
         """Micro-batches in the ring that have not been taken."""
         return self._pool.num_ready
+
+    @property
+    def num_teachers(self) -> int:
+        """Teachers that can be given orders."""
+        return self._pool.num_teachers
 
     def stream(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, Tensor]]:
         """Order as far ahead as there are free slots, and yield the answers in order."""

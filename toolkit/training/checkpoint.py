@@ -33,7 +33,13 @@ class Checkpoints:
         self._ranks = ranks
 
     def save(
-        self, step: int, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: Optimizer,
+        state: dict[str, Any],
+        *,
+        alone: bool = False,
     ) -> Path:
         """Save under a temporary name, rename, then remove the old ones.
 
@@ -42,15 +48,17 @@ class Checkpoints:
             model: its parameters and buffers are saved.
             optimizer: its state is saved.
             state: JSON values kept beside them.
+            alone: this rank saves all by itself, which replicas can; the others may be gone.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         final = self._folder / f"step-{step:08d}"
-        temporary = self._folder / self._ranks.share(f".{final.name}.{uuid.uuid4().hex}")
-        tensors = self._tensors(model, optimizer)
-        _quietly(save, tensors, checkpoint_id=temporary / _TENSORS)
-        if self._ranks.is_first:
+        ranks = ALONE if alone else self._ranks
+        temporary = self._folder / ranks.share(f".{final.name}.{uuid.uuid4().hex}")
+        tensors = _tensors(model, optimizer)
+        _quietly(save, tensors, checkpoint_id=temporary / _TENSORS, no_dist=ranks.size == 1)
+        if ranks.is_first:
             self._finish(temporary, final, {"step": step, **state})
-        self._ranks.wait()
+        ranks.wait()
         return final
 
     def _finish(self, temporary: Path, final: Path, state: dict[str, Any]) -> None:
@@ -68,7 +76,7 @@ class Checkpoints:
 
     def load(self, path: Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         """Load a checkpoint in place and return the JSON values beside it."""
-        tensors = self._tensors(model, optimizer)
+        tensors = _tensors(model, optimizer)
         _quietly(load, tensors, checkpoint_id=path / _TENSORS)
         set_state_dict(
             model,
@@ -76,14 +84,8 @@ class Checkpoints:
             model_state_dict=tensors["model"],
             optim_state_dict=tensors["optimizer"],
         )
-        torch.set_rng_state(tensors["random"][str(self._ranks.rank)])
         state: dict[str, Any] = json.loads((path / _STATE_FILE).read_text(encoding="utf-8"))
         return state
-
-    def _tensors(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-        model_state, optimizer_state = get_state_dict(model, optimizer)
-        random = {str(self._ranks.rank): torch.get_rng_state()}
-        return {"model": model_state, "optimizer": optimizer_state, "random": random}
 
     def _whole(self) -> list[Path]:
         return sorted(path.parent for path in self._folder.glob(f"step-*/{_STATE_FILE}"))
@@ -93,6 +95,11 @@ class Checkpoints:
             shutil.rmtree(path)
         for torn in self._folder.glob(".step-*"):
             shutil.rmtree(torn)
+
+
+def _tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    return {"model": model_state, "optimizer": optimizer_state}
 
 
 def load_weights(path: Path) -> dict[str, torch.Tensor]:

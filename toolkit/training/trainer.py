@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -76,34 +77,39 @@ class Trainer:
             state = checkpoints.load(newest, student.model, self._optimizer)
             self.step, self.tokens = state["step"], state["tokens"]
         self._saved_step = self.step  # of a run at its start there is nothing to save
+        self._updating = False  # while it is, the weights belong to no step
         self._replica = ranks.replicate(student)
         if ranks.size > 1:
             self._rehearse(next(batches.training(self.step, self.step + 1)))
 
-    def train(self, should_stop: Callable[[], bool] = lambda: False) -> bool:
-        """Train until the last step, or until `should_stop` says so after a step; then save.
+    def train(self, should_stop: Callable[[int], bool] = lambda step: False) -> bool:
+        """Train until the last step, or until `should_stop` says so; then save.
 
         All ranks stop after the same step, as soon as one of them should.
+
+        Args:
+            should_stop: says whether to stop after this many steps.
 
         Returns:
             Whether all steps are done.
 
         Raises:
             TransportError: the teachers are lost; the finished steps are saved.
+            RuntimeError: another rank is lost; the same.
             FloatingPointError: loss or gradient is not finite; nothing of it is saved.
         """
         num_steps, every = self._config.run.steps, self._config.checkpoint.every_steps
         stream = self._teacher.stream(self._batches.training(self.step, num_steps))
         self._student.train()
         try:
-            stopping = self._ranks.sum(should_stop())[0] > 0
+            stopping = self._ranks.sum(should_stop(self.step))[0] > 0
             while self.step < num_steps and not stopping:
                 stopping = self._train_step(stream, should_stop)
                 if every is not None and self.step % every == 0:
                     self._save()
-        except TransportError:
-            if self._ranks.size == 1:  # several would have to agree, and some may be gone
-                self._save()
+        except (TransportError, RuntimeError):
+            if self._ranks.is_first and not self._updating:
+                self._save(alone=True)  # the other ranks may be gone
             raise
         self._save()
         return self.step == num_steps
@@ -118,22 +124,23 @@ class Trainer:
             torch.autograd.backward(self._replica(batch, self._student.no_states(batch)).loss)
         self._optimizer.zero_grad(set_to_none=True)
 
-    def _save(self) -> None:
+    def _save(self, *, alone: bool = False) -> None:
         """Write a checkpoint of the finished steps, unless there is one."""
-        if self._saved_step == self.step:
-            return
-        self._checkpoints.save(
-            self.step, self._student.model, self._optimizer, {"tokens": self.tokens}
-        )
-        self._saved_step = self.step
+        if self._saved_step != self.step:
+            state = {"tokens": self.tokens}
+            self._checkpoints.save(
+                self.step, self._student.model, self._optimizer, state, alone=alone
+            )
+            self._saved_step = self.step
 
     def _train_step(
-        self, stream: Iterator[tuple[Batch, Tensor]], should_stop: Callable[[], bool]
+        self, stream: Iterator[tuple[Batch, Tensor]], should_stop: Callable[[int], bool]
     ) -> bool:
         """Do one step; return whether some rank should stop."""
         watch, optim = Stopwatch(), self._config.optim
         waited_before, bytes_before = self._teacher.wait_s, self._teacher.num_bytes
         ready = self._teacher.num_ready
+        self._seed()
         own = [0.0, 0.0, 0.0, 0.0]
         for number, (batch, states) in enumerate(islice(stream, optim.accumulation), 1):
             watch.lap("teacher_s")
@@ -144,13 +151,15 @@ class Trainer:
             watch.lap("backward_s")
             parts = (sums.loss.item(), sums.kd.item(), sums.ce.item(), sums.num_tokens)
             own = [total + part for total, part in zip(own, parts, strict=True)]
-        lr = learning_rate(self.step, self._config.run.steps, optim)
-        grad_norm = self._update(lr)
-        watch.lap("optimizer_s")
-        self.step += 1
-        loss, kd, ce, tokens, stopping = self._ranks.sum(*own, should_stop())
+        loss, kd, ce, tokens, stopping = self._ranks.sum(*own, should_stop(self.step + 1))
         watch.lap("ranks_s")
+        lr = learning_rate(self.step, self._config.run.steps, optim)
+        self._updating = True
+        grad_norm = self._update(lr)
+        self.step += 1
         self.tokens += int(tokens)
+        self._updating = False
+        watch.lap("optimizer_s")
         self._record(
             watch,
             loss=loss,
@@ -162,8 +171,14 @@ class Trainer:
             wait_s=self._teacher.wait_s - waited_before,
             num_bytes=self._teacher.num_bytes - bytes_before,
             ring_ready=ready,
+            num_teachers=self._teacher.num_teachers,
         )
         return stopping > 0
+
+    def _seed(self) -> None:
+        """Make what is random in a step, such as dropout, a function of seed, step and rank."""
+        words = np.random.SeedSequence((self._config.run.seed, self.step, self._ranks.rank))
+        torch.manual_seed(int(words.generate_state(1, np.uint64)[0]) >> 1)
 
     def _update(self, lr: float) -> float:
         """Clip, step, and return the norm that the gradient had."""

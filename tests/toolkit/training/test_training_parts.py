@@ -70,13 +70,11 @@ def test_checkpoints_keep_the_newest_and_ignore_torn_ones(tmp_path: Path) -> Non
     assert not list(tmp_path.glob(".step-*"))
 
 
-def test_checkpoints_restore_model_optimizer_and_random_state(tmp_path: Path) -> None:
+def test_checkpoints_restore_model_and_optimizer(tmp_path: Path) -> None:
     model, optimizer = _parts(tmp_path)
     path = Checkpoints(tmp_path, keep=1).save(1, model, optimizer, {})
-    expected = torch.rand(3)
     other, other_optimizer = _parts(tmp_path)
     Checkpoints(tmp_path, keep=1).load(path, other, other_optimizer)
-    assert torch.equal(torch.rand(3), expected)
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
         for name, value in optimizer.state[a].items():

@@ -62,5 +62,5 @@ def train(config: Config, should_stop: Callable[[int], bool] = lambda step: Fals
             metrics=metrics,
             ranks=ALONE,
         )
-        trainer.train(lambda: should_stop(trainer.step))
+        trainer.train(should_stop)
     return trainer
