@@ -14,7 +14,8 @@ from toolkit.errors import InputError
 from transport.rendezvous import write_atomically
 
 SRUN_OPTIONS = ("--unbuffered", "--kill-on-bad-exit=0")
-"""A role that loses its peers saves and ends by itself; srun shall not end it first."""
+COMPONENT_OPTIONS = ("--no-kill",)
+"""The run outlives teachers and their nodes; who cannot go on saves and ends by itself."""
 
 BEGIN = (
     'if [ -e "$run/done" ]; then exit 0; fi',
@@ -55,7 +56,7 @@ def _component(role: str, replicas: int, section: ComponentSection) -> Component
         gpus_per_node=section.gpus_per_node,
         partition=section.partition,
         options=section.options,
-        srun_options=tuple(section.srun_options),
+        srun_options=(*COMPONENT_OPTIONS, *section.srun_options),
     )
 
 
@@ -78,6 +79,7 @@ def common_options(config: Config) -> dict[str, Value]:
     return {
         "time": cluster.time_min,
         "requeue": True,
+        "no-kill": True,
         "signal": f"USR2@{cluster.warning_s}",
         **cluster.options,
     }
