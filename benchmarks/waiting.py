@@ -20,8 +20,8 @@ from typing import Any
 from transport.layout import RingGeometry, SlotHeader
 from transport.library import ucx_settings
 from transport.memory import crc32c
+from transport.native import Worker, load
 from transport.ring import Ring, RingWriter
-from transport.ucx import Worker, version
 
 SPAWN = get_context("spawn")
 TIMEOUT_S = 20.0
@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few rounds")
     rounds = 5 if parser.parse_args().quick else 60
     os.environ.update(ucx_settings("lo"))  # before UCX is loaded
-    print("UCX", version())
+    print("UCX", load())
     for tls in ("posix", "sysv", "posix,cma", "tcp"):
         for gap_s in (0.001, 0.1):
             of_pipe, of_ring = delays_s(tls, SMALL, rounds, gap_s)

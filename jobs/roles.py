@@ -20,9 +20,9 @@ from toolkit.models.heads import head_of
 from toolkit.models.load import load_model
 from toolkit.models.self_test import check_head, check_packing
 from transport.errors import DeadlineError, PeerLostError, TransportError
-from transport.library import apply_settings, find_ucx, ucx_settings
+from transport.library import apply_settings, ucx_settings
 from transport.liveness import Liveness
-from transport.ucx import version
+from transport.rdma import check_memlock
 
 log = logging.getLogger(__name__)
 
@@ -95,11 +95,11 @@ def digest_of(section: ModelSection) -> str | None:
     return None
 
 
-def open_ucx(config: Config) -> None:
-    """Choose UCX and its settings for this process, and log them."""
+def prepare_ucx(config: Config) -> None:
+    """Choose the settings of UCX for this process, log them, and check what RDMA needs."""
     settings = apply_settings(ucx_settings(config.interface, config.transport.tls))
-    log.info("UCX %s from %s", version(), find_ucx())
     log.info("settings: %s", " ".join(f"{name}={value}" for name, value in settings.items()))
+    check_memlock(settings)
 
 
 def liveness_of(config: Config) -> Liveness:

@@ -16,7 +16,7 @@ from jobs.roles import (
     liveness_of,
     load_checked,
     on_signals,
-    open_ucx,
+    prepare_ucx,
 )
 from jobs.run_folder import RunFolder
 from toolkit.config import Config
@@ -140,7 +140,7 @@ class _StudentRun:
 
     def _connect(self, dtype: torch.dtype) -> TeacherPool:
         config, hidden_size = self._config, self._facts.hidden_size
-        open_ucx(config)
+        prepare_ucx(config)
         slots = config.ring.slots + config.ring.spare_slots
         pool = TeacherPool(
             self._folder.path,
@@ -151,6 +151,7 @@ class _StudentRun:
             num_spare_slots=config.ring.spare_slots,
             order_timeout_s=config.transport.order_timeout_s,
             pin=pin_for(self._ranks.device),
+            binding=config.transport.binding,
         )
         self._metrics.write("phase", phase="waiting for teachers")
         try:

@@ -10,7 +10,7 @@ from jobs.roles import (
     liveness_of,
     load_checked,
     on_signals,
-    open_ucx,
+    prepare_ucx,
 )
 from jobs.run_folder import RunFolder
 from toolkit.config import Config
@@ -30,7 +30,7 @@ def run_teacher(config: Config, folder: RunFolder, index: int) -> int:
     facts = teacher_facts(model.config, head_of(model), digest_of(config.teacher))
     body = TeacherBody(body_of(model), device_of(config, index))
     del model  # and with it the head
-    open_ucx(config)
+    prepare_ucx(config)
     with (
         MetricsWriter(folder.metrics_file("teacher", index)) as metrics,
         TeacherService(
@@ -40,6 +40,8 @@ def run_teacher(config: Config, folder: RunFolder, index: int) -> int:
             interface=config.interface,
             liveness=liveness_of(config),
             checksum=config.transport.checksum,
+            binding=config.transport.binding,
+            require_rdma=config.transport.require == "rdma",
             on_served=lambda served: metrics.write("served", **asdict(served)),
         ) as service,
     ):

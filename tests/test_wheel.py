@@ -58,8 +58,8 @@ def test_wheel_works_from_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
     code = (
-        "import jobs.cli, toolkit.training.trainer, transport.ucx as ucx; "
-        "print(ucx.__file__, ucx.version())"
+        "import jobs.cli, toolkit.training.trainer, transport.native as native; "
+        "print(native.__file__, native.load())"
     )
     done = subprocess.run(
         [sys.executable, "-P", "-c", code],

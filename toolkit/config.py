@@ -139,6 +139,10 @@ class TransportSection(Section):
     """Network interface of all traffic; without it `lo`, which reaches this machine alone."""
     tls: str | None = None
     """UCX_TLS, for example `posix` or `tcp`; by default UCX chooses."""
+    binding: Literal["native", "ucx-py", "auto"] = "auto"
+    """Binding to UCX; `auto` takes ucx-py only where the native one does not load."""
+    require: Literal["any", "rdma"] = "any"
+    """`rdma` refuses to start where hidden states would not go over RDMA."""
     checksum: bool = False
     """Whether teachers send a CRC-32C with every payload, which the student then checks."""
     heartbeat_s: PositiveFloat = 1.0

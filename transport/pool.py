@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transport.binding import Choice, open_worker
 from transport.control import ControlChannel, Event
 from transport.errors import (
     DeadlineError,
@@ -36,7 +37,6 @@ from transport.messages import (
 from transport.orders import OrderBook, Work
 from transport.rendezvous import RunKeys, discover
 from transport.ring import Ring
-from transport.ucx import Worker
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +82,7 @@ class TeacherPool(Handle):
         num_spare_slots: int = 0,
         order_timeout_s: float = 60.0,
         pin: Pin = lock,
+        binding: Choice = "auto",
     ) -> None:
         """Make the ring.
 
@@ -94,6 +95,7 @@ class TeacherPool(Handle):
             num_spare_slots: how many of the ring's slots are kept for orders of lost teachers.
             order_timeout_s: after which time an order is given to another teacher, if there is one.
             pin: pins the ring's memory.
+            binding: binding to UCX.
         """
         self._folder = folder
         self._keys = RunKeys.load(folder)
@@ -102,7 +104,7 @@ class TeacherPool(Handle):
         self._identity = f"student-{rank}.{uuid.uuid4().hex[:8]}"
         self._num_orders = geometry.slots - num_spare_slots
         self._order_timeout_s = order_timeout_s
-        self._worker = Worker()
+        self._worker = open_worker(binding)
         self._ring = Ring(self._worker, geometry, pin)
         self._liveness = liveness
         self._book = OrderBook(geometry.slots, rank, self._is_ready)

@@ -9,6 +9,7 @@ import logging
 from contextlib import ExitStack
 from dataclasses import replace
 
+from transport.binding import Worker
 from transport.errors import DeadlineError, ProtocolError
 from transport.handles import Handle
 from transport.layout import (
@@ -19,7 +20,6 @@ from transport.layout import (
     doorbell_value,
 )
 from transport.memory import Pin, address_of, crc32c, lock, ring_bell, wait_word
-from transport.ucx import Worker
 
 log = logging.getLogger(__name__)
 
@@ -178,9 +178,9 @@ class RingWriter:
         if num_bytes:
             self._endpoint.put(self._key, source, num_bytes, remote)
 
-    def transports(self) -> str:
-        """Return the UCX transports of the connection, for the log."""
-        return self._endpoint.transports()
+    def describe(self) -> str:
+        """Return what UCX says of the connection; `transport.protocols` reads it."""
+        return self._endpoint.describe()
 
     def close(self, *, force: bool = False) -> None:
         """Close the connection; `force` when the student may be dead."""

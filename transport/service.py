@@ -11,8 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from transport.binding import Choice, open_worker
 from transport.control import ControlChannel, Event
-from transport.errors import DeadlineError, PeerLostError, TransportError, UcxError
+from transport.errors import DeadlineError, PeerLostError, RefusedError, TransportError, UcxError
 from transport.handles import Handle
 from transport.layout import RingGeometry, SlotHeader, token_digest
 from transport.liveness import Heard, Liveness, Silent
@@ -28,9 +29,9 @@ from transport.messages import (
     Refuse,
     Welcome,
 )
+from transport.protocols import check_connection
 from transport.rendezvous import RunKeys, publish, withdraw
 from transport.ring import RingWriter
-from transport.ucx import Worker
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +91,8 @@ class TeacherService(Handle):
         interface: str,
         liveness: Liveness,
         checksum: bool = False,
+        binding: Choice = "auto",
+        require_rdma: bool = False,
         on_served: Callable[[Served], None] | None = None,
     ) -> None:
         """Open the control channel and publish this teacher in the run folder.
@@ -101,6 +104,8 @@ class TeacherService(Handle):
             interface: network interface to listen on.
             liveness: heartbeat interval and limits.
             checksum: send a CRC-32C with every payload.
+            binding: binding to UCX.
+            require_rdma: refuse students whose memory cannot be written by RDMA.
             on_served: called after every answer.
         """
         self._folder = folder
@@ -116,7 +121,8 @@ class TeacherService(Handle):
         self._num_ended = 0
         self._stop_at: float | None = None
         self._computing: tuple[str, int, int] | None = None
-        self._worker = Worker()
+        self._require_rdma = require_rdma
+        self._worker = open_worker(binding)
         self._channel = ControlChannel(self._keys, liveness, lambda *event: self._events.put(event))
         endpoint = self._channel.listen(interface)
         self._channel.start()
@@ -205,9 +211,7 @@ class TeacherService(Handle):
     def _welcome(self, peer: str, hello: Hello, buffers: list[bytes]) -> None:
         reason = self._objection(hello)
         if reason is not None:
-            log.warning("refused %s: %s", peer, reason)
-            self._channel.send(peer, Refuse(reason=reason))
-            self._channel.forget(peer)
+            self._refuse(peer, reason)
             return
         self._forget(peer, force=True)  # it begins anew
         geometry = RingGeometry(hello.slots, hello.slot_tokens, hello.hidden_size, hello.item_bytes)
@@ -220,10 +224,21 @@ class TeacherService(Handle):
             key=key,
             checksum=self._checksum,
         )
+        try:
+            transports = check_connection(
+                peer, writer.describe(), geometry.slot_bytes, rdma=self._require_rdma
+            )
+        except RefusedError as error:
+            writer.close(force=True)
+            self._refuse(peer, str(error))
+            return
         self._students[peer] = _Student(writer)
-        transports = writer.transports()
-        log.info("%s is there, over %s", peer, transports)
         self._channel.send(peer, Welcome(teacher=self._index, transports=transports))
+
+    def _refuse(self, peer: str, reason: str) -> None:
+        log.warning("refused %s: %s", peer, reason)
+        self._channel.send(peer, Refuse(reason=reason))
+        self._channel.forget(peer)
 
     def _objection(self, hello: Hello) -> str | None:
         """Return why this student cannot be served, or None."""

@@ -23,12 +23,12 @@ def run_folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def set_ucx(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
-    """Return a function that chooses UCX_TLS, for this process and its children."""
+def set_ucx(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return a function that chooses UCX_TLS and more, for this process and its children."""
 
-    def choose(tls: str | None) -> None:
+    def choose(tls: str | None, **more: str) -> None:
         monkeypatch.delenv("UCX_TLS", raising=False)
-        for name, value in ucx_settings("lo", tls).items():
+        for name, value in (ucx_settings("lo", tls) | more).items():
             monkeypatch.setenv(name, value)
 
     choose(None)

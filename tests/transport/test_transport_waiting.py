@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import pytest
 from transport_processes import GEOMETRY, SPAWN, WAIT_S, Child, announce_in_turn
 
+from transport.native import Worker
 from transport.ring import Ring
-from transport.ucx import Worker
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from multiprocessing.synchronize import Semaphore
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,11 @@ from transport.layout import RingGeometry, SlotHeader, token_digest
 from transport.liveness import Liveness
 from transport.memory import lock
 from transport.messages import PROTOCOL_VERSION, Hello, Order, Welcome
+from transport.native import Worker
 from transport.pool import TeacherPool
 from transport.rendezvous import RunKeys
 from transport.ring import Ring, RingWriter
 from transport.service import Compute, Served, TeacherService
-from transport.ucx import Worker
 
 SPAWN = get_context("spawn")
 LIVENESS = Liveness(heartbeat_s=0.2, dead_after_s=1.2, grace_s=1.5)
@@ -64,9 +63,9 @@ class Child:
         self.process.start()
         theirs.close()
 
-    def result(self) -> Any:
+    def result(self, timeout_s: float = WAIT_S) -> Any:
         """Return what the function returned, or raise what it raised; the process has ended."""
-        assert self._outcome.poll(WAIT_S), "the child does not end"
+        assert self._outcome.poll(timeout_s), "the child does not end"
         result = self._outcome.recv()
         self.process.join(WAIT_S)
         assert self.process.exitcode == 0
@@ -144,9 +143,9 @@ def open_pool(folder: Path, rank: int = 0, num_spare_slots: int = 0, **changes: 
     return TeacherPool(folder, geometry, rank=rank, num_spare_slots=num_spare_slots, **settings)
 
 
-def study(folder: Path, num_orders: int, rank: int = 0) -> None:
+def study(folder: Path, num_orders: int, rank: int = 0, **changes: Any) -> None:
     """Be a student."""
-    with open_pool(folder, rank) as pool:
+    with open_pool(folder, rank, **changes) as pool:
         pool.connect(1, WAIT_S)
         learn(pool, num_orders, rank)
 
@@ -157,7 +156,7 @@ def teach(
     compute: Compute = answer,
     num_students: int = 1,
     liveness: Liveness = LIVENESS,
-    checksum: bool = False,
+    **changes: Any,
 ) -> list[Served]:
     """Be a teacher that ends in good order at SIGTERM; return what it served."""
     served: list[Served] = []
@@ -167,8 +166,8 @@ def teach(
         facts=FACTS,
         interface="lo",
         liveness=liveness,
-        checksum=checksum,
         on_served=served.append,
+        **changes,
     ) as service:
         signal.signal(signal.SIGTERM, lambda *_: service.stop())
         service.serve(compute, num_students=num_students, connect_timeout_s=WAIT_S)
@@ -236,25 +235,6 @@ def header_of(geometry: RingGeometry, sequence: int, payload: bytes | memoryview
         digest=token_digest(payload),
         compute_s=0.5,
     )
-
-
-def write_messages(
-    geometry: RingGeometry,
-    ring: dict[str, Any],
-    num_messages: int,
-    credits: Semaphore,
-) -> str:
-    """Write numbered messages as slots become free; return the transports that were used."""
-    with Worker() as worker:
-        writer = RingWriter(worker, geometry, **ring)
-        for sequence in range(num_messages):
-            payload = contents(geometry, sequence)
-            assert credits.acquire(timeout=WAIT_S)
-            header = header_of(geometry, sequence, payload)
-            writer.write(sequence % geometry.slots, memoryview(payload), header, WAIT_S)
-        transports = writer.transports()
-        writer.close()
-    return transports
 
 
 def announce_in_turn(

@@ -1,5 +1,5 @@
 /*
- * One-sided writes over UCX: what transport/ucx.py calls through ctypes, and nothing more.
+ * One-sided writes over UCX: what transport/native.py calls through ctypes, and nothing more.
  *
  * Built without linking libucp: its symbols come from the library that the process has opened
  * with RTLD_GLOBAL, so one binary serves every UCX from 1.13 on.
@@ -310,7 +310,7 @@ int dkx_peer_close(dkx_peer *p, int force, int64_t timeout_ns)
     return status;
 }
 
-/* Writes UCX's own description of the connection, with the transport of every protocol. */
+/* Writes UCX's own description: of the connection, and of the protocols of its worker. */
 int dkx_peer_describe(dkx_peer *p, char *buffer, size_t *length)
 {
     char *text = NULL;
@@ -321,6 +321,7 @@ int dkx_peer_describe(dkx_peer *p, char *buffer, size_t *length)
     if (!stream)
         return UCS_ERR_NO_MEMORY;
     ucp_ep_print_info(p->endpoint, stream);
+    ucp_worker_print_info(p->worker->worker, stream);
     fclose(stream);
     status = copy_out(text, size, buffer, length);
     free(text);
