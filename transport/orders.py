@@ -126,8 +126,9 @@ class OrderBook:
     def leave(self, teacher: str) -> int:
         """Take back the orders of a teacher that has said that it will write no more."""
         lost = self.suspend(teacher)
-        for slot in [s for s, held in self.quarantine.items() if held.teacher == teacher]:
-            self._free_again(slot)
+        for slot, held in list(self.quarantine.items()):
+            if held.teacher == teacher and held.until is None:
+                self._free_again(slot)
         return lost
 
     def cancelled(self, teacher: str, sequence: int, attempt: int) -> None:
