@@ -11,7 +11,7 @@ demo: env .cache/python-docs.bin
 	$(BIN)/disaggkd run examples/smollm2.toml --set run.folder=$(RUN)
 
 test: env
-	$(BIN)/python -m pytest $(PYTEST)
+	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 $(PYTEST)
 
 check: env
 	$(BIN)/ruff check .

@@ -98,6 +98,7 @@ setup(
             "pytest",
             "pytest-cov",
             "pytest-timeout",
+            "pytest-xdist",
             "ruff",
             "setuptools>=70.1",
         ],

@@ -1,6 +1,5 @@
 """A run folder, the UCX settings of local processes, and the check that nothing stays behind."""
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -53,7 +52,7 @@ def start(nothing_left: None) -> Iterator[Callable[..., Child]]:
 
 @pytest.fixture
 def nothing_left(set_ucx: object) -> Iterator[None]:
-    """Fail when processes, threads or shared memory outlive the test."""
+    """Fail when processes or threads outlive the test."""
     before = _leftovers()
     yield
     deadline = time.monotonic() + 2
@@ -68,8 +67,6 @@ def _leftovers() -> set[str]:
         *(str(child.pid) for child in children if not _is_resource_tracker(child)),
         *(f"thread {thread.name}" for thread in threading.enumerate()),
         *(name for name in _native_threads() if name.startswith(("ucx-progress", "ZMQ"))),
-        *(name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")),
-        *_segments(),
     }
 
 
@@ -83,14 +80,3 @@ def _is_resource_tracker(process: psutil.Process) -> bool:
 
 def _native_threads() -> set[str]:
     return {path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")}
-
-
-def _segments() -> set[str]:
-    """Return the System V segments of this process and of dead ones: not those of strangers."""
-    rows = [line.split() for line in Path("/proc/sysvipc/shm").read_text().splitlines()]
-    shmid, creator = rows[0].index("shmid"), rows[0].index("cpid")
-    return {
-        f"segment {row[shmid]}"
-        for row in rows[1:]
-        if int(row[creator]) == os.getpid() or not psutil.pid_exists(int(row[creator]))
-    }
