@@ -15,6 +15,7 @@ from typing import Any
 from toolkit.config import Config
 from toolkit.config_file import changes, dump_config, parse_config
 from toolkit.errors import InputError
+from transport.errors import TransportError
 from transport.rendezvous import PEERS_FOLDER, RunKeys, write_atomically
 
 
@@ -82,7 +83,8 @@ class RunFolder:
         """Make the folder, or take up one that was begun with an equal configuration.
 
         Raises:
-            InputError: the folder cannot be written, or belongs to another configuration.
+            InputError: the folder cannot be written, others can write in it, or it belongs to
+                another configuration.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -95,6 +97,8 @@ class RunFolder:
             raise InputError(
                 f"run.folder = {self.path} cannot be written: {error.strerror}"
             ) from error
+        except TransportError as error:
+            raise InputError(f"run.folder = {self.path}: {error}") from error
 
     def begin(self) -> None:
         """Clear what the processes of an earlier start have left; the lock must be held."""

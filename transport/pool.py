@@ -299,11 +299,11 @@ class TeacherPool(Handle):
             address=self._ring.address,
             facts=self._facts,
         )
-        for peer, record in discover(self._folder, self._greeted).items():
+        for peer, endpoint in discover(self._folder, self._greeted).items():
             if peer.startswith(_TEACHER_PREFIX):
                 self._greeted.add(peer)
                 ring = (self._worker.address, self._ring.key)
-                self._channel.connect(peer, record["endpoint"], self._identity, hello, *ring)
+                self._channel.connect(peer, endpoint, self._identity, hello, *ring)
 
     def _on_event(self, peer: str, event: Event, buffers: list[bytes]) -> None:
         """Act on what a teacher said or what became of it; in the control channel's thread."""

@@ -126,7 +126,7 @@ class TeacherService(Handle):
         self._channel = ControlChannel(self._keys, liveness, lambda *event: self._events.put(event))
         endpoint = self._channel.listen(interface)
         self._channel.start()
-        publish(folder, self._name, {"endpoint": endpoint})
+        publish(folder, self._name, endpoint)
 
     def serve(self, compute: Compute, *, num_students: int, connect_timeout_s: float) -> None:
         """Serve until this many students have said bye.

@@ -108,13 +108,13 @@ def joined(ranks: Ranks, folder: Path, interface: str, timeout_s: float) -> Iter
     if ranks.is_first:
         host, port = interface_address(interface), 0
     else:
-        record = wait_for(folder, _STORE, timeout_s)
-        host, port = record["host"], record["port"]
+        host, _, text = wait_for(folder, _STORE, timeout_s).removeprefix("tcp://").rpartition(":")
+        port = int(text)
     store = dist.TCPStore(  # type: ignore[attr-defined]
         host, port, is_master=ranks.is_first, timeout=timeout, wait_for_workers=False
     )
     if ranks.is_first:
-        publish(folder, _STORE, {"host": host, "port": store.port})
+        publish(folder, _STORE, f"tcp://{host}:{store.port}")
     backend = "nccl" if ranks.device.type == "cuda" else "gloo"
     dist.init_process_group(
         backend, store=store, rank=ranks.rank, world_size=ranks.size, timeout=timeout
