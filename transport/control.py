@@ -5,6 +5,7 @@ A thread of its own owns the sockets, so that heartbeats go out while the main t
 
 import logging
 import os
+import re
 import threading
 import time
 from collections import deque
@@ -25,6 +26,8 @@ log = logging.getLogger(__name__)
 Event = Message | Silent | Heard | Gone
 OnEvent = Callable[[str, Event, list[bytes]], None]
 _LINGER_MS = 1000
+_NAME = re.compile(rb"[\w.-]{1,64}")
+"""Names go into logs and files."""
 
 
 @dataclass
@@ -152,6 +155,7 @@ class ControlChannel:
         socket = self._context.socket(kind)
         socket.linger = _LINGER_MS
         socket.maxmsgsize = MAX_BUFFER_BYTES
+        socket.handshake_ivl = int(1000 * self._liveness.dead_after_s)
         socket.curve_publickey = public.encode()
         socket.curve_secretkey = secret.encode()
         return socket
@@ -201,7 +205,10 @@ class ControlChannel:
     def _accept(self, source: zmq.Socket[bytes], frames: list[bytes]) -> None:
         if source is self._router:
             identity = frames.pop(0)
-            peer = identity.decode(errors="replace")
+            if not _NAME.fullmatch(identity):
+                log.warning("ignored a message from a peer named %r", identity)
+                return
+            peer = identity.decode()
         else:
             peer = next(name for name, known in self._peers.items() if known.socket is source)
         try:

@@ -8,6 +8,7 @@ at a fixed place.
 import struct
 from dataclasses import dataclass
 from hashlib import blake2b
+from math import inf
 from typing import Self
 
 from transport.errors import ProtocolError
@@ -22,6 +23,8 @@ HEADER_VERSION = 1
 _HEADER = struct.Struct("<4sHHQIIII16sfII4x")
 _HAS_CHECKSUM = 1
 _SEQUENCE_BITS = 48
+MAX_SEQUENCES = (1 << _SEQUENCE_BITS) - 1
+MAX_ATTEMPTS = 1 << 16
 
 
 def _align(num_bytes: int, to: int) -> int:
@@ -159,7 +162,7 @@ class SlotHeader:
                 f"expected {MAGIC!r} version {HEADER_VERSION}"
             )
         sequence, attempt, teacher, num_rows, hidden_size, digest, compute_s = middle
-        return cls(
+        header = cls(
             sequence=sequence,
             attempt=attempt,
             teacher=teacher,
@@ -170,11 +173,14 @@ class SlotHeader:
             compute_s=compute_s,
             checksum=checksum if flags & _HAS_CHECKSUM else None,
         )
+        if not 0 <= compute_s < inf or header.pack() != data:
+            raise ProtocolError(f"slot header with bytes that no writer writes: {header}")
+        return header
 
 
 def doorbell_value(sequence: int, attempt: int) -> int:
     """Return the word that announces an order's answer; never 0, and different for each attempt."""
-    assert 0 <= sequence < (1 << _SEQUENCE_BITS) - 1 and 0 <= attempt < 1 << 16
+    assert 0 <= sequence < MAX_SEQUENCES and 0 <= attempt < MAX_ATTEMPTS
     return attempt << _SEQUENCE_BITS | (sequence + 1)
 
 

@@ -24,8 +24,8 @@ from transport.layout import RingGeometry, SlotHeader, token_digest
 from transport.liveness import Gone, Heard, Liveness, Silent
 from transport.memory import Pin, lock
 from transport.messages import (
+    INT32_BYTES,
     PROTOCOL_VERSION,
-    ROW_INDEX_BYTES,
     Bye,
     Cancel,
     Cancelled,
@@ -178,7 +178,7 @@ class TeacherPool(Handle):
             ProtocolError: more rows are wanted than a slot holds.
             TransportError: the pool has failed.
         """
-        num_rows, limit = len(rows) // ROW_INDEX_BYTES, self._ring.geometry.slot_tokens
+        num_rows, limit = len(rows) // INT32_BYTES, self._ring.geometry.slot_tokens
         if num_rows > limit:
             raise ProtocolError(
                 f"{num_rows} rows are wanted but a slot holds {limit}: raise ring.slot_tokens"
@@ -367,7 +367,7 @@ class TeacherPool(Handle):
 
 def _check_answer(work: Work, header: SlotHeader) -> None:
     token_ids, _, rows = work.buffers
-    digest, num_rows = token_digest(token_ids), len(rows) // ROW_INDEX_BYTES
+    digest, num_rows = token_digest(token_ids), len(rows) // INT32_BYTES
     wanted = (work.sequence, work.attempt, num_rows, digest)
     found = (header.sequence, header.attempt, header.num_rows, header.digest)
     if wanted != found:

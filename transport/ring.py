@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from transport.binding import Worker
-from transport.errors import DeadlineError, ProtocolError
+from transport.errors import DeadlineError, ProtocolError, UcxError
 from transport.handles import Handle
 from transport.layout import (
     CACHE_LINE_BYTES,
@@ -124,11 +124,18 @@ class RingWriter:
             address: address of the ring in the student's memory.
             key: packed remote key of the ring.
             checksum: send a CRC-32C with every payload, which the reader checks.
+
+        Raises:
+            UcxError: address or key are none that this UCX can use.
         """
         self.geometry = geometry
         self._address = address
         self._endpoint = worker.connect(peer)
-        self._key = self._endpoint.open_key(key)
+        try:
+            self._key = self._endpoint.open_key(key)
+        except UcxError:
+            self._endpoint.close(force=True)
+            raise
         self._bell = self._endpoint.pointer(self._key, address + geometry.bell_offset)
         self._checksum = checksum
         self._header = ctypes.create_string_buffer(HEADER_BYTES)

@@ -13,13 +13,19 @@ from typing import Any
 
 from transport.binding import Choice, open_worker
 from transport.control import ControlChannel, Event
-from transport.errors import DeadlineError, PeerLostError, RefusedError, TransportError, UcxError
+from transport.errors import (
+    DeadlineError,
+    PeerLostError,
+    RefusedError,
+    TransportError,
+    UcxError,
+)
 from transport.handles import Handle
-from transport.layout import RingGeometry, SlotHeader, token_digest
+from transport.layout import SlotHeader, token_digest
 from transport.liveness import Heard, Liveness, Silent
 from transport.messages import (
+    INT32_BYTES,
     PROTOCOL_VERSION,
-    ROW_INDEX_BYTES,
     Bye,
     Cancel,
     Cancelled,
@@ -28,14 +34,13 @@ from transport.messages import (
     Order,
     Refuse,
     Welcome,
+    as_text,
 )
 from transport.protocols import check_connection
 from transport.rendezvous import RunKeys, publish, withdraw
 from transport.ring import RingWriter
 
 log = logging.getLogger(__name__)
-
-_MAX_ERROR_CHARS = 8000  # a longer header than a control message may have would not be heard
 
 
 @dataclass(frozen=True)
@@ -191,7 +196,7 @@ class TeacherService(Handle):
             case Stop():
                 self._stop_at = self._stop_at or time.monotonic() + self._liveness.grace_s
             case Bye():
-                self._num_ended += 1
+                self._num_ended += student is not None  # else it had been refused
                 self._forget(peer, force=False)
                 self._channel.send(peer, Bye())
                 self._channel.forget(peer)
@@ -209,48 +214,50 @@ class TeacherService(Handle):
                 log.warning("ignored %s from %s", type(event).__name__, peer)
 
     def _welcome(self, peer: str, hello: Hello, buffers: list[bytes]) -> None:
-        reason = self._objection(hello)
-        if reason is not None:
-            self._refuse(peer, reason)
+        try:
+            self._check(hello)
+            self._forget(peer, force=True)  # it begins anew
+            writer, transports = self._connect(peer, hello, *buffers)
+        except (RefusedError, UcxError) as error:
+            log.warning("refused %s: %s", peer, error)
+            self._channel.send(peer, Refuse(reason=as_text(error)))
+            self._channel.forget(peer)
             return
-        self._forget(peer, force=True)  # it begins anew
-        geometry = RingGeometry(hello.slots, hello.slot_tokens, hello.hidden_size, hello.item_bytes)
-        address, key = buffers
+        self._students[peer] = _Student(writer)
+        self._channel.send(peer, Welcome(teacher=self._index, transports=transports))
+
+    def _connect(
+        self, peer: str, hello: Hello, address: bytes, key: bytes
+    ) -> tuple[RingWriter, str]:
+        """Connect to a student's ring; return the transports in use too."""
         writer = RingWriter(
             self._worker,
-            geometry,
+            hello.geometry,
             peer=address,
             address=hello.address,
             key=key,
             checksum=self._checksum,
         )
         try:
-            transports = check_connection(
-                peer, writer.describe(), geometry.slot_bytes, rdma=self._require_rdma
+            return writer, check_connection(
+                peer, writer.describe(), hello.geometry.slot_bytes, rdma=self._require_rdma
             )
-        except RefusedError as error:
+        except RefusedError:
             writer.close(force=True)
-            self._refuse(peer, str(error))
-            return
-        self._students[peer] = _Student(writer)
-        self._channel.send(peer, Welcome(teacher=self._index, transports=transports))
+            raise
 
-    def _refuse(self, peer: str, reason: str) -> None:
-        log.warning("refused %s: %s", peer, reason)
-        self._channel.send(peer, Refuse(reason=reason))
-        self._channel.forget(peer)
-
-    def _objection(self, hello: Hello) -> str | None:
-        """Return why this student cannot be served, or None."""
+    def _check(self, hello: Hello) -> None:
+        """Raise RefusedError with the reason if this student cannot be served."""
         if hello.protocol != PROTOCOL_VERSION:
-            return f"protocol version {hello.protocol}, this teacher speaks {PROTOCOL_VERSION}"
+            raise RefusedError(
+                f"protocol version {hello.protocol}, this teacher speaks {PROTOCOL_VERSION}"
+            )
         if hello.run != self._keys.run:
-            return f"run {hello.run}, this teacher belongs to {self._keys.run}"
+            raise RefusedError(f"run {hello.run}, this teacher belongs to {self._keys.run}")
         for name in sorted(self._facts.keys() | hello.facts.keys()):
             ours, theirs = self._facts.get(name), hello.facts.get(name)
             if ours != theirs:
-                return f"{name} is {ours!r} here, the student expects {theirs!r}"
-        return None
+                raise RefusedError(f"{name} is {ours!r} here, the student expects {theirs!r}")
 
     def _cancel(self, peer: str, student: _Student, cancel: Cancel) -> None:
         """Confirm that an order will not be written, as soon as that is so."""
@@ -316,14 +323,14 @@ class TeacherService(Handle):
         geometry = self._students[name].writer.geometry
         try:
             payload = compute(order, buffers)
-            geometry.check(order.slot, len(buffers[2]) // ROW_INDEX_BYTES, payload.nbytes)
+            geometry.check(order.slot, len(buffers[2]) // INT32_BYTES, payload.nbytes)
         except Exception as error:
             log.exception("order %d of %s failed", order.sequence, name)
             failed = Failed(
                 sequence=order.sequence,
                 attempt=order.attempt,
                 error=type(error).__name__,
-                message=str(error)[:_MAX_ERROR_CHARS],
+                message=as_text(error),
             )
             self._channel.send(name, failed)
             return None

@@ -76,15 +76,15 @@ def keys(run_folder: Path) -> RunKeys:
 def test_peers_talk_both_ways(keys: RunKeys) -> None:
     welcome, order = (
         Welcome(teacher=0, transports="tcp"),
-        Order(sequence=0, slot=0, batch=1, length=1),
+        Order(sequence=0, slot=0, batch=1, length=1 << 20),
     )
-    large = os.urandom(8 << 20)
+    half = os.urandom(4 << 20)
     with listening(keys) as (teacher, endpoint), connected(keys, endpoint) as student:
         assert teacher.next() == ("student", HELLO, [b"address", b"key"])
         teacher.channel.send("student", welcome)
         assert student.next() == ("teacher", welcome, [])
-        student.channel.send("teacher", order, large, b"", b"rows")
-        assert teacher.next() == ("student", order, [large, b"", b"rows"])
+        student.channel.send("teacher", order, half, half[::-1], b"rows")
+        assert teacher.next() == ("student", order, [half, half[::-1], b"rows"])
 
 
 def test_port_is_chosen_and_only_on_the_interface(keys: RunKeys) -> None:
@@ -99,7 +99,7 @@ def test_messages_keep_their_order(keys: RunKeys) -> None:
         num_messages = 500
         for sequence in range(num_messages):
             order = Order(sequence=sequence, slot=0, batch=1, length=1)
-            student.channel.send("teacher", order, b"", b"", b"")
+            student.channel.send("teacher", order, b"ids.", b"pos.", b"")
         heard = [teacher.next()[1] for _ in range(num_messages)]
     assert [m.sequence for m in heard if isinstance(m, Order)] == list(range(num_messages))
 
@@ -130,7 +130,9 @@ def test_message_to_nobody_is_skipped(keys: RunKeys) -> None:
 
 
 @contextmanager
-def raw_client(endpoint: str, keys: RunKeys | None) -> Iterator[tuple[zmq.Socket[bytes], int]]:
+def raw_client(
+    endpoint: str, keys: RunKeys | None, name: bytes = b"stranger"
+) -> Iterator[tuple[zmq.Socket[bytes], int]]:
     """Connect a plain socket, with CURVE if there are keys; yield it and how the handshake went."""
     handshakes = (
         zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -140,14 +142,14 @@ def raw_client(endpoint: str, keys: RunKeys | None) -> Iterator[tuple[zmq.Socket
     )
     with zmq.Context() as context, context.socket(zmq.DEALER) as client:
         client.linger = 0
-        client.identity = b"stranger"
+        client.identity = name
         if keys is not None:
             client.curve_publickey = keys.student_public.encode()
             client.curve_secretkey = keys.student_secret.encode()
             client.curve_serverkey = keys.teacher_public.encode()
         monitor = client.get_monitor_socket(handshakes)
         client.connect(endpoint)
-        client.send_multipart(encode(HELLO, b"", b""))
+        client.send_multipart(encode(HELLO, b"address", b"key"))
         assert monitor.poll(int(1000 * WAIT_S))
         yield client, recv_monitor_message(monitor)["event"]
         client.disable_monitor()
@@ -210,13 +212,32 @@ def test_junk_of_an_authentic_client_has_no_effect(keys: RunKeys) -> None:
         assert teacher.next() == ("stranger", Bye(), [])
 
 
+@pytest.mark.parametrize("name", [b"\xff", b"new\nline", b"x" * 65, "\u00e9".encode(), b"a/b"])
+def test_peer_with_an_improper_name_is_never_heard(keys: RunKeys, name: bytes) -> None:
+    with listening(keys) as (teacher, endpoint), raw_client(endpoint, keys, name) as (_, event):
+        assert event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        with connected(keys, endpoint):
+            assert teacher.next()[0] == "student"
+        assert teacher.heard.empty()
+
+
+def test_connection_that_never_shakes_hands_is_closed(keys: RunKeys) -> None:
+    with listening(keys) as (_, endpoint):
+        host, _, port = endpoint.removeprefix("tcp://").partition(":")
+        with socket.create_connection((host, int(port)), timeout=WAIT_S) as silent:
+            start_s = time.monotonic()
+            while silent.recv(100):
+                pass
+            assert time.monotonic() - start_s > LIVENESS.dead_after_s - 0.2
+
+
 def test_who_has_not_said_hello_is_told_so(keys: RunKeys) -> None:
     with listening(keys) as (teacher, endpoint):
         student = Peer(keys, LIVENESS)
         student.channel.start()
         student.channel.connect("teacher", endpoint, "student", Heartbeat())
         assert student.next() == ("teacher", Bye(clean=False), [])
-        student.channel.send("teacher", HELLO, b"", b"")
+        student.channel.send("teacher", HELLO, b"address", b"key")
         assert teacher.next()[1] == HELLO
         student.channel.close()
 

@@ -10,6 +10,8 @@ from transport.errors import ProtocolError
 from transport.layout import (
     CACHE_LINE_BYTES,
     HEADER_BYTES,
+    HEADER_VERSION,
+    MAGIC,
     PAGE_BYTES,
     RingGeometry,
     SlotHeader,
@@ -34,7 +36,7 @@ HEADERS = st.builds(
     hidden_size=UINT32,
     item_bytes=st.integers(0, (1 << 16) - 1),
     digest=st.binary(min_size=16, max_size=16),
-    compute_s=st.floats(width=32, allow_nan=False),
+    compute_s=st.floats(0, width=32, allow_infinity=False),
     checksum=st.none() | UINT32,
 )
 ORDERS = st.tuples(st.integers(0, (1 << 48) - 2), st.integers(0, (1 << 16) - 1))
@@ -81,6 +83,36 @@ def test_header_survives_packing(header: SlotHeader) -> None:
     data = header.pack()
     assert len(data) == HEADER_BYTES
     assert SlotHeader.unpack(memoryview(data)) == header
+
+
+@given(st.binary(min_size=HEADER_BYTES - 6, max_size=HEADER_BYTES - 6))
+def test_any_bytes_are_the_header_that_packs_to_them_or_are_refused(data: bytes) -> None:
+    data = MAGIC + bytes([HEADER_VERSION, 0]) + data
+    padded = data[:-4] + bytes(4)
+    unchecked = data[:-12] + bytes(12)
+    for candidate in (data, padded, unchecked):
+        try:
+            header = SlotHeader.unpack(candidate)
+        except ProtocolError:
+            continue
+        assert header.pack() == candidate
+        assert SlotHeader.unpack(header.pack()) == header
+
+
+@pytest.mark.parametrize("bits", ["7fc00000", "7f800001", "7f800000", "bf800000"])
+def test_time_that_is_nan_infinite_or_negative_is_refused(bits: str) -> None:
+    compute_s = bytes.fromhex(bits)[::-1]
+    data = SlotHeader(1, 0, 0, 1, 1, 4, bytes(16), 0.0).pack()
+    with pytest.raises(ProtocolError, match="bytes that no writer writes"):
+        SlotHeader.unpack(data[:48] + compute_s + data[52:])
+
+
+@pytest.mark.parametrize("position", [53, 56, 59, 60, 63])
+def test_flags_checksum_and_filling_that_nobody_writes_are_refused(position: int) -> None:
+    data = bytearray(SlotHeader(1, 0, 0, 1, 1, 4, bytes(16), 0.0).pack())
+    data[position] = 1
+    with pytest.raises(ProtocolError, match="bytes that no writer writes"):
+        SlotHeader.unpack(bytes(data))
 
 
 @given(HEADERS, st.integers(0, 5), st.integers(1, 255))

@@ -198,7 +198,7 @@ def chat(keys: RunKeys, endpoint: str) -> None:
     """Say hello on the control channel and stay."""
     channel = ControlChannel(keys, LIVENESS, lambda *_: None)
     channel.start()
-    channel.connect("teacher", endpoint, "student", HELLO, b"", b"")
+    channel.connect("teacher", endpoint, "student", HELLO, b"address", b"key")
     signal.pause()
 
 
