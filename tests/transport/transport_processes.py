@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Event as Stop
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,21 @@ def study(folder: Path, num_orders: int, rank: int = 0, **changes: Any) -> None:
     with open_pool(folder, rank, **changes) as pool:
         pool.connect(1, WAIT_S)
         learn(pool, num_orders, rank)
+
+
+def study_until(folder: Path, stop: Stop, answered: Any, liveness: Liveness) -> int:
+    """Be a student that tells how many answers it has, until it is stopped; return how many."""
+    with open_pool(folder, liveness=liveness) as pool:
+        pool.connect(1, WAIT_S)
+        given = 0
+        while not stop.is_set() or answered.value < given:
+            while pool.room and not stop.is_set():
+                ask(pool, 0, given)
+                given += 1
+            if answered.value < given:
+                check(pool, 0, answered.value)
+                answered.value += 1
+    return given
 
 
 def teach(
