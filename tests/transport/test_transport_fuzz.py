@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import pytest
@@ -24,7 +23,7 @@ from hostile import (
     recorded_handshake,
     send_raw,
 )
-from transport_processes import HELLO, SPAWN, WAIT_S, Child, study_until, teach
+from transport_processes import HELLO, WAIT_S, Child, Progress, study_until, teach
 
 from transport.errors import ProtocolError
 from transport.liveness import Liveness
@@ -52,34 +51,27 @@ class Run:
     keys: RunKeys
     teacher: psutil.Process
     student: psutil.Process
-    answered: Any
+    progress: Progress
 
     @property
     def endpoint(self) -> str:
         """Where the teacher listens."""
         return next(iter(discover(self.folder).values()))
 
-    def goes_on(self) -> None:
-        """Wait for some more answers."""
-        goal, deadline = self.answered.value + 20, time.monotonic() + WAIT_S
-        while self.answered.value < goal:
-            assert time.monotonic() < deadline, "the orders have come to a halt"
-            time.sleep(0.01)
-
 
 @pytest.fixture
 def run(run_folder: Path, start: Callable[..., Child]) -> Iterator[Run]:
     """A run under way; at its end every order must have been answered, and rightly."""
-    stop, answered = SPAWN.Event(), SPAWN.Value("q", 0)
+    progress = Progress()
     teacher = start(teach, run_folder, liveness=PATIENT)
-    student = start(study_until, run_folder, stop, answered, PATIENT)
+    student = start(study_until, run_folder, progress, liveness=PATIENT)
     processes = [psutil.Process(child.process.pid) for child in (teacher, student)]
-    run = Run(run_folder, RunKeys.load(run_folder), *processes, answered)
-    run.goes_on()
+    run = Run(run_folder, RunKeys.load(run_folder), *processes, progress)
+    progress.goes_on()
     yield run
-    run.goes_on()
-    stop.set()
-    assert student.result() == len(teacher.result()) == answered.value
+    progress.goes_on()
+    progress.stop.set()
+    assert len(student.result()) == len(teacher.result()) == progress.answered
     assert not any(name.startswith("teacher-0") for name in discover(run_folder))
 
 
@@ -105,7 +97,7 @@ def test_teacher_ignores_wrong_frames_of_the_right_key(run: Run, seed: int) -> N
                     wait_until_heard(client)
             if name == PROPER_NAMES[0]:
                 warm()
-        run.goes_on()
+        run.progress.goes_on()
 
 
 def wait_until_heard(client: zmq.Socket[bytes]) -> None:
@@ -149,7 +141,7 @@ def test_student_ignores_wrong_frames_of_a_teacher(run: Run, seed: int) -> None:
                     router.send_multipart([student, *encode(Heartbeat())])
                 if number == NUM_FRAMES // 6:
                     warm()
-        run.goes_on()
+        run.progress.goes_on()
 
 
 def test_teacher_survives_broken_handshakes(
@@ -174,7 +166,7 @@ def test_teacher_survives_broken_handshakes(
             send_raw(address, data, reset=rng.random() < 0.5)
             if number == NUM_CONNECTIONS // 4:
                 warm()
-        run.goes_on()
+        run.progress.goes_on()
         for client in clients:
             assert not client.poll(0)
             client.close()
@@ -197,4 +189,4 @@ def test_student_survives_a_listener_that_speaks_another_protocol(run: Run, seed
         for _ in range(100):
             with listener.accept()[0] as connection, suppress(OSError):
                 connection.sendall(broken_handshake(rng, handshake))
-        run.goes_on()
+        run.progress.goes_on()

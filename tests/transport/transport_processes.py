@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from multiprocessing.synchronize import Event as Stop
 from pathlib import Path
 from typing import Any
 
@@ -151,19 +150,46 @@ def study(folder: Path, num_orders: int, rank: int = 0, **changes: Any) -> None:
         learn(pool, num_orders, rank)
 
 
-def study_until(folder: Path, stop: Stop, answered: Any, liveness: Liveness) -> int:
-    """Be a student that tells how many answers it has, until it is stopped; return how many."""
-    with open_pool(folder, liveness=liveness) as pool:
-        pool.connect(1, WAIT_S)
+class Progress:
+    """How far a student has come that works until it is stopped, seen from outside."""
+
+    def __init__(self) -> None:
+        self.stop = SPAWN.Event()
+        self._answered = SPAWN.Value("q", 0)
+
+    @property
+    def answered(self) -> int:
+        """How many answers the student has taken."""
+        return int(self._answered.value)
+
+    def add_one(self) -> None:
+        """Count an answer."""
+        self._answered.value += 1
+
+    def goes_on(self, num_answers: int = 20) -> None:
+        """Wait for some more answers."""
+        goal, deadline = self.answered + num_answers, time.monotonic() + WAIT_S
+        while self.answered < goal:
+            assert time.monotonic() < deadline, "the orders have come to a halt"
+            time.sleep(0.01)
+
+
+def study_until(
+    folder: Path, progress: Progress, num_teachers: int = 1, **settings: Any
+) -> list[int]:
+    """Be a student until it is stopped; return who answered each order."""
+    teachers: list[int] = []
+    with open_pool(folder, **settings) as pool:
+        pool.connect(num_teachers, WAIT_S)
         given = 0
-        while not stop.is_set() or answered.value < given:
-            while pool.room and not stop.is_set():
+        while not progress.stop.is_set() or len(teachers) < given:
+            while pool.room and not progress.stop.is_set():
                 ask(pool, 0, given)
                 given += 1
-            if answered.value < given:
-                check(pool, 0, answered.value)
-                answered.value += 1
-    return given
+            if len(teachers) < given:
+                teachers.append(check(pool, 0, len(teachers)))
+                progress.add_one()
+    return teachers
 
 
 def teach(
@@ -172,6 +198,7 @@ def teach(
     compute: Compute = answer,
     num_students: int = 1,
     liveness: Liveness = LIVENESS,
+    interface: str = "lo",
     **changes: Any,
 ) -> list[Served]:
     """Be a teacher that ends in good order at SIGTERM; return what it served."""
@@ -180,7 +207,7 @@ def teach(
         folder,
         index=index,
         facts=FACTS,
-        interface="lo",
+        interface=interface,
         liveness=liveness,
         on_served=served.append,
         **changes,
