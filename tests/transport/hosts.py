@@ -5,20 +5,22 @@ import os
 import shutil
 import stat
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.spawn import get_executable
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
+from command_line import wait_for
 from transport_processes import SPAWN
 
 LINKS = {"fabric": "10.77.1", "office": "10.77.2"}
 """Interfaces of each host, and the network of each."""
 _PREFIX = "disaggkd-test"
 _LIMIT_S = 30
+_RANDOM_WORD, _PASS = (1 << 32) - 4096 + 56, (1 << 32) - 1  # of classic BPF
 
 
 def _run(*words: str) -> str:
@@ -44,18 +46,44 @@ class Host:
         """Run `ip` on this host."""
         return _run("ip", "-n", self.namespace, *words)
 
+    def is_up(self, interface: str) -> bool:
+        """Say whether an interface can be used, which comes a little after it was taken up."""
+        (link,) = json.loads(self.ip("-j", "link", "show", "dev", interface))
+        return bool(link["operstate"] == "UP")
+
     def received(self, interface: str) -> int:
         """Return the bytes that have come in over an interface."""
         (link,) = json.loads(self.ip("-s", "-j", "link", "show", "dev", interface))
         return int(link["stats64"]["rx"]["bytes"])
 
-    def shape(self, *discipline: str) -> None:
-        """Delay, lose or slow down what leaves over the fabric, by a discipline of `tc`.
+    def tc(self, *words: str) -> str:
+        """Run `tc` on this host."""
+        return _run("tc", "-n", self.namespace, *words)
 
-        Raises:
-            OSError: this kernel does not have it.
-        """
-        _run("tc", "-n", self.namespace, "qdisc", "replace", "dev", "fabric", "root", *discipline)
+    def delay(self, delay_ms: int) -> None:
+        """Let what leaves over the fabric take longer."""
+        self.tc("qdisc", "add", "dev", "fabric", "root", "netem", "delay", f"{delay_ms}ms")
+
+    def lose(self, share: float) -> None:
+        """Drop this share of the packets that leave over the fabric, at random."""
+        threshold = int((1 - share) * (1 << 32))
+        program = [
+            f"32 0 0 {_RANDOM_WORD}",  # load a random word
+            f"53 0 1 {threshold}",  # not below the threshold?
+            "6 0 0 2",  # then drop
+            f"6 0 0 {_PASS}",
+        ]
+        bytecode = ",".join([str(len(program)), *program])
+        self.tc("qdisc", "add", "dev", "fabric", "clsact")
+        self.tc(
+            *("filter", "add", "dev", "fabric", "egress"),
+            *("bpf", "direct-action", "bytecode", bytecode),
+        )
+
+    def dropped(self) -> int:
+        """Return how many packets have been dropped on their way to the fabric."""
+        disciplines = json.loads(self.tc("-s", "-j", "qdisc", "show", "dev", "fabric"))
+        return sum(discipline["drops"] for discipline in disciplines)
 
     @contextmanager
     def spawning(self) -> Iterator[None]:
@@ -68,11 +96,11 @@ class Host:
             SPAWN.set_executable(usual)
 
     @contextmanager
-    def cut(self, interface: str) -> Iterator[float]:
-        """Take an interface down, for the time of a `with` block; yield when it was down."""
+    def cut(self, interface: str) -> Iterator[None]:
+        """Take an interface down, for the time of a `with` block."""
         self.ip("link", "set", interface, "down")
         try:
-            yield time.monotonic()
+            yield
         finally:
             self.ip("link", "set", interface, "up")
 
@@ -107,6 +135,9 @@ def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
             for host in hosts:
                 host.ip("address", "add", f"{host.address(name)}/24", "dev", name)
                 host.ip("link", "set", name, "up")
+        for host in hosts:
+            for name in LINKS:
+                wait_for(partial(host.is_up, name), _LIMIT_S, f"{name} of {host.namespace}")
         yield one, other
     finally:
         for host in hosts:  # their links go with them

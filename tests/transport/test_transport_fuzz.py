@@ -71,7 +71,7 @@ def run(run_folder: Path, start: Callable[..., Child]) -> Iterator[Run]:
     yield run
     progress.goes_on()
     progress.stop.set()
-    assert len(student.result()) == len(teacher.result()) == progress.answered
+    assert student.result() == len(teacher.result()) == progress.answered()
     assert not any(name.startswith("teacher-0") for name in discover(run_folder))
 
 

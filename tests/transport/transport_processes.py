@@ -155,41 +155,33 @@ class Progress:
 
     def __init__(self) -> None:
         self.stop = SPAWN.Event()
-        self._answered = SPAWN.Value("q", 0)
+        self.by_teacher = SPAWN.Array("q", 2)
 
-    @property
-    def answered(self) -> int:
-        """How many answers the student has taken."""
-        return int(self._answered.value)
+    def answered(self, teacher: int | None = None) -> int:
+        """Return how many answers the student has taken, of all teachers or of one."""
+        return sum(self.by_teacher) if teacher is None else int(self.by_teacher[teacher])
 
-    def add_one(self) -> None:
-        """Count an answer."""
-        self._answered.value += 1
-
-    def goes_on(self, num_answers: int = 20) -> None:
-        """Wait for some more answers."""
-        goal, deadline = self.answered + num_answers, time.monotonic() + WAIT_S
-        while self.answered < goal:
+    def goes_on(self, num_answers: int = 20, teacher: int | None = None) -> None:
+        """Wait for some more answers, of any teacher or of one."""
+        goal, deadline = self.answered(teacher) + num_answers, time.monotonic() + WAIT_S
+        while self.answered(teacher) < goal:
             assert time.monotonic() < deadline, "the orders have come to a halt"
             time.sleep(0.01)
 
 
-def study_until(
-    folder: Path, progress: Progress, num_teachers: int = 1, **settings: Any
-) -> list[int]:
-    """Be a student until it is stopped; return who answered each order."""
-    teachers: list[int] = []
+def study_until(folder: Path, progress: Progress, num_teachers: int = 1, **settings: Any) -> int:
+    """Be a student until it is stopped; return how many orders it has given."""
     with open_pool(folder, **settings) as pool:
         pool.connect(num_teachers, WAIT_S)
-        given = 0
-        while not progress.stop.is_set() or len(teachers) < given:
+        given = taken = 0
+        while not progress.stop.is_set() or taken < given:
             while pool.room and not progress.stop.is_set():
                 ask(pool, 0, given)
                 given += 1
-            if len(teachers) < given:
-                teachers.append(check(pool, 0, len(teachers)))
-                progress.add_one()
-    return teachers
+            if taken < given:
+                progress.by_teacher[check(pool, 0, taken)] += 1
+                taken += 1
+    return given
 
 
 def teach(
