@@ -11,6 +11,8 @@ from typing import NamedTuple
 from transport.errors import UcxError
 from transport.rdma import has_rdma_devices, rdma_ports
 
+WITHOUT_SYSV = "^sysv"
+"""UCX gives its System V segments mode 0660: the user's group could read and write a ring."""
 _NIXL_PACKAGES = ("nixl_cu13", "nixl_cu12")
 _LOADER_TIMEOUT_S = 30
 _ASK_LOADER = """
@@ -36,9 +38,9 @@ def ucx_settings(interface: str, tls: str | None = None) -> dict[str, str]:
     Args:
         interface: network interface that UCX listens on, so that no other network reaches it; the
             RDMA ports behind it are used too.
-        tls: UCX_TLS, or None to let UCX choose.
+        tls: UCX_TLS, or None to let UCX choose from all but System V shared memory.
     """
-    settings = {
+    return {
         "UCX_NET_DEVICES": ",".join([interface, *rdma_ports(interface)]),
         "UCX_RNDV_THRESH": "inf",
         "UCX_FENCE_MODE": "ep_based",
@@ -47,8 +49,8 @@ def ucx_settings(interface: str, tls: str | None = None) -> dict[str, str]:
         "UCX_SYSV_ERROR_HANDLING": "y",
         "UCX_PROTO_INFO": "y",
         "UCX_WARN_UNUSED_ENV_VARS": "n",
+        "UCX_TLS": tls or WITHOUT_SYSV,
     }
-    return settings | ({"UCX_TLS": tls} if tls else {})
 
 
 def apply_settings(settings: Mapping[str, str]) -> dict[str, str]:

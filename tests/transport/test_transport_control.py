@@ -267,6 +267,7 @@ def test_stopped_peer_is_lost_in_time(keys: RunKeys, start: Callable[..., Child]
         assert LIVENESS.dead_after_s - LIVENESS.heartbeat_s - margin_s < took_s < limit_s + margin_s
         child.signal(signal.SIGCONT)
         assert teacher.lost.get(timeout=WAIT_S) == ("student", Heard())
+        child.kill()
         assert teacher.lost.empty()
 
 

@@ -57,8 +57,32 @@ def test_users_own_settings_win() -> None:
     assert run_python(APPLY, **own) == library.ucx_settings("lo", "posix") | own
 
 
-def test_transports_are_left_to_ucx() -> None:
-    assert "UCX_TLS" not in library.ucx_settings("lo")
+ALLOCATE = """
+import json, os
+from pathlib import Path
+from transport.library import apply_settings, ucx_settings
+apply_settings(ucx_settings("lo"))
+from transport.ucx import Worker
+with Worker() as worker:
+    region = worker.allocate(1 << 20)
+    rows = [line.split() for line in Path("/proc/sysvipc/shm").read_text().splitlines()]
+    links = {f: os.path.realpath(f) for f in Path("/proc/self/fd").iterdir() if f.is_file()}
+    files = [f for f, target in links.items() if target.startswith("/dev/shm/")]
+    found = {
+        "files": [oct(f.stat().st_mode & 0o777) for f in files],
+        "segments": [row for row in rows if row[rows[0].index("cpid")] == str(os.getpid())],
+    }
+    region.close()
+print(json.dumps(found))
+"""
+
+
+def test_shared_memory_is_of_this_user_alone() -> None:
+    found = run_python(ALLOCATE)
+    assert set(found["files"]) == {"0o600"}
+    assert found["segments"] == []
+    shared = run_python(ALLOCATE, UCX_TLS="sysv,tcp")["segments"]
+    assert {row[2][-3:] for row in shared} == {"660"}  # else the exclusion is needed no more
 
 
 CONNECT = """
