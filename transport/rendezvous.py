@@ -84,7 +84,7 @@ def _read_private(path: Path) -> str:
         os.close(descriptor)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)  # secrets stay out of logs and tracebacks
 class RunKeys:
     """The run's name and its CURVE keys: one pair for teachers, one for students."""
 

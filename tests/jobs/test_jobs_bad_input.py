@@ -119,6 +119,15 @@ def test_run_folder_without_permission(disaggkd: CommandLine) -> None:
         disaggkd.folder.chmod(0o700)
 
 
+def test_run_folder_that_others_can_write_to(disaggkd: CommandLine) -> None:
+    folder = disaggkd.folder / "run"
+    folder.mkdir()
+    folder.chmod(0o770)
+    output = disaggkd.run("run", expect=2)
+    assert f"{folder} can be written by others: chmod go-w it" in output
+    assert not (folder / "secret").exists()
+
+
 def test_a_folder_that_is_no_run(disaggkd: CommandLine, tmp_path: Path) -> None:
     assert "is no run folder: it has no config.toml" in disaggkd("status", tmp_path, expect=2)
 

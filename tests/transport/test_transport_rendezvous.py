@@ -34,6 +34,11 @@ def test_keys_are_real_and_differ(tmp_path: Path) -> None:
     assert zmq.curve_public(keys.student_secret.encode()) == keys.student_public.encode()
 
 
+def test_keys_are_not_printed(tmp_path: Path) -> None:
+    keys = RunKeys.create(tmp_path)
+    assert not any(value in repr(keys) for value in asdict(keys).values())
+
+
 def test_runs_have_keys_of_their_own(tmp_path: Path) -> None:
     folders = [tmp_path / "one", tmp_path / "two"]
     for folder in folders:

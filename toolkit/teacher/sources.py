@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Protocol, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -54,10 +55,18 @@ class TeacherBody:
         return hidden_states(self._body, ids.to(device), positions.to(device))[rows.to(device)]
 
     def answer(self, order: Order, buffers: list[bytes]) -> memoryview:
-        """Compute an order (see `transport.messages`) and return the bytes of its rows."""
+        """Compute an order (see `transport.messages`) and return the bytes of its rows.
+
+        Raises:
+            ValueError: a wanted row is not one of the order's tokens.
+        """
         ids, positions, rows = (
-            torch.frombuffer(bytearray(buffer), dtype=torch.int32).long() for buffer in buffers
+            torch.from_numpy(np.frombuffer(buffer, np.int32).astype(np.int64)) for buffer in buffers
         )
+        if rows.numel() and not 0 <= rows.min() <= rows.max() < order.num_tokens:
+            raise ValueError(
+                f"rows {rows.min()} to {rows.max()} are wanted of {order.num_tokens} tokens"
+            )
         shape = (order.batch, order.length)
         states = self.states(ids.view(shape), positions.view(shape), rows).cpu()
         return states.flatten().view(torch.uint8).numpy().data

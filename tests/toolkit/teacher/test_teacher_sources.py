@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from transport.control import Liveness
 from transport.layout import RingGeometry
 from transport.library import ucx_settings
 from transport.memory import lock
+from transport.messages import Order
 from transport.pool import TeacherPool
 from transport.rendezvous import RunKeys
 from transport.service import TeacherService
@@ -89,6 +91,28 @@ def test_tensor_is_the_slot_that_the_teacher_writes(
                 assert torch.equal(states, wanted)
                 used.append(states.data_ptr())
     assert set(used) == set(starts)
+
+
+ORDER = Order(sequence=0, slot=0, batch=2, length=4)
+
+
+def as_bytes(*values: int) -> bytes:
+    return np.array(values, np.int32).tobytes()
+
+
+@pytest.mark.parametrize("rows", [(), (0,), (7, 0, 7)])
+def test_any_wanted_rows_are_answered(body: TeacherBody, rows: tuple[int, ...]) -> None:
+    ids, positions = as_bytes(*range(2, 10)), as_bytes(*range(4), *range(4))
+    payload = body.answer(ORDER, [ids, positions, as_bytes(*rows)])
+    wanted = body._body.embedding(torch.tensor([2 + row for row in rows], dtype=torch.long))
+    assert payload.nbytes == 16 * len(rows)
+    assert bytes(payload) == wanted.detach().numpy().tobytes()
+
+
+@pytest.mark.parametrize("rows", [(-1,), (8,), (0, 1 << 30)])
+def test_rows_outside_the_batch_are_refused(body: TeacherBody, rows: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"rows -?\d+ to -?\d+ are wanted of 8 tokens"):
+        body.answer(ORDER, [bytes(32), bytes(32), as_bytes(*rows)])
 
 
 def test_ring_is_locked_for_a_cpu() -> None:
