@@ -5,10 +5,10 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transport.answers import Answer, check_answer
 from transport.binding import Choice, open_worker
 from transport.control import ControlChannel, Event
 from transport.errors import (
@@ -19,8 +19,9 @@ from transport.errors import (
     RefusedError,
     TransportError,
 )
+from transport.greeting import Greeter
 from transport.handles import Handle
-from transport.layout import RingGeometry, SlotHeader, token_digest
+from transport.layout import RingGeometry
 from transport.liveness import Gone, Heard, Liveness, Silent
 from transport.memory import Pin, lock
 from transport.messages import (
@@ -35,33 +36,13 @@ from transport.messages import (
     Welcome,
 )
 from transport.orders import OrderBook, Work
-from transport.rendezvous import RunKeys, discover
+from transport.rendezvous import RunKeys
 from transport.ring import Ring
 
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 _TICK_S = 0.25
-_TEACHER_PREFIX = "teacher-"
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Hidden states that have arrived; the payload is the ring's memory until `release`.
-
-    Attributes:
-        sequence: number of the order.
-        slot: slot of the ring.
-        payload: bytes of `header.num_rows` rows of hidden states.
-        header: what the teacher said of them.
-        waited_s: seconds that `take` waited.
-    """
-
-    sequence: int
-    slot: int
-    payload: memoryview
-    header: SlotHeader
-    waited_s: float
 
 
 class TeacherPool(Handle):
@@ -97,11 +78,7 @@ class TeacherPool(Handle):
             pin: pins the ring's memory.
             binding: binding to UCX.
         """
-        self._folder = folder
-        self._keys = RunKeys.load(folder)
-        self._rank = rank
-        self._facts = dict(facts)
-        self._identity = f"student-{rank}.{uuid.uuid4().hex[:8]}"
+        keys = RunKeys.load(folder)
         self._num_orders = geometry.slots - num_spare_slots
         self._order_timeout_s = order_timeout_s
         self._worker = open_worker(binding)
@@ -109,13 +86,28 @@ class TeacherPool(Handle):
         self._liveness = liveness
         self._book = OrderBook(geometry.slots, rank, self._is_ready)
         self._changed = threading.Condition()
-        self._greeted: set[str] = set()
         self._welcomed: set[str] = set()
         self._failure: TransportError | None = None
         self._next_order = 0
         self._next_take = 0
         self._closing = threading.Event()
-        self._channel = ControlChannel(self._keys, liveness, self._on_event)
+        self._channel = ControlChannel(keys, liveness, self._on_event)
+        hello = Hello(
+            protocol=PROTOCOL_VERSION,
+            run=keys.run,
+            rank=rank,
+            **vars(geometry),
+            address=self._ring.address,
+            facts=dict(facts),
+        )
+        self._greeter = Greeter(
+            folder,
+            self._channel,
+            f"student-{rank}.{uuid.uuid4().hex[:8]}",
+            hello,
+            address=self._worker.address,
+            key=self._ring.key,
+        )
         self._channel.start()
         self._ticker = threading.Thread(target=self._tick, name="teachers", daemon=True)
         self._ticker.start()
@@ -221,7 +213,7 @@ class TeacherPool(Handle):
         slot = work.slot
         assert slot is not None
         header = self._ring.header(slot)
-        _check_answer(work, header)
+        check_answer(work, header)
         self._next_take += 1
         return Answer(
             sequence=work.sequence,
@@ -278,7 +270,7 @@ class TeacherPool(Handle):
         """Greet teachers that came, and do what time brings about; a thread of its own."""
         try:
             while not self._closing.wait(_TICK_S):
-                self._greet_new()
+                self._greeter.greet_new()
                 with self._changed:
                     for held in self._book.tick(time.monotonic(), self._order_timeout_s):
                         cancel = Cancel(sequence=held.sequence, attempt=held.attempt)
@@ -288,22 +280,6 @@ class TeacherPool(Handle):
             with self._changed:
                 self._fail(TransportError(f"the pool of teachers failed: {error!r}"))
             raise
-
-    def _greet_new(self) -> None:
-        """Say hello to teachers that have published themselves since; they may come at any time."""
-        hello = Hello(
-            protocol=PROTOCOL_VERSION,
-            run=self._keys.run,
-            rank=self._rank,
-            **vars(self._ring.geometry),
-            address=self._ring.address,
-            facts=self._facts,
-        )
-        for peer, endpoint in discover(self._folder, self._greeted).items():
-            if peer.startswith(_TEACHER_PREFIX):
-                self._greeted.add(peer)
-                ring = (self._worker.address, self._ring.key)
-                self._channel.connect(peer, endpoint, self._identity, hello, *ring)
 
     def _on_event(self, peer: str, event: Event, buffers: list[bytes]) -> None:
         """Act on what a teacher said or what became of it; in the control channel's thread."""
@@ -354,7 +330,7 @@ class TeacherPool(Handle):
         if isinstance(event, Bye):
             self._channel.forget(peer)
             if not event.clean:
-                self._greeted.discard(peer)  # it lives, and may be asked again
+                self._greeter.greet_again(peer)  # it lives
         if not isinstance(event, Silent):
             self._welcomed.discard(peer)
         if not self._closing.is_set():
@@ -363,15 +339,3 @@ class TeacherPool(Handle):
     def _fail(self, error: TransportError) -> None:
         self._failure = self._failure or error
         self._changed.notify_all()
-
-
-def _check_answer(work: Work, header: SlotHeader) -> None:
-    token_ids, _, rows = work.buffers
-    digest, num_rows = token_digest(token_ids), len(rows) // INT32_BYTES
-    wanted = (work.sequence, work.attempt, num_rows, digest)
-    found = (header.sequence, header.attempt, header.num_rows, header.digest)
-    if wanted != found:
-        raise ProtocolError(
-            f"slot {work.slot}: {work.teacher} answered "
-            f"(sequence, attempt, rows, digest) = {found}, asked was {wanted}"
-        )

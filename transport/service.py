@@ -4,9 +4,8 @@ import logging
 import queue
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,14 +20,11 @@ from transport.errors import (
     UcxError,
 )
 from transport.handles import Handle
-from transport.layout import SlotHeader, token_digest
 from transport.liveness import Heard, Liveness, Silent
 from transport.messages import (
     INT32_BYTES,
-    PROTOCOL_VERSION,
     Bye,
     Cancel,
-    Cancelled,
     Failed,
     Hello,
     Order,
@@ -39,6 +35,7 @@ from transport.messages import (
 from transport.protocols import check_connection
 from transport.rendezvous import RunKeys, publish, withdraw
 from transport.ring import RingWriter
+from transport.student import Student, check_hello
 
 log = logging.getLogger(__name__)
 
@@ -59,21 +56,6 @@ class Served:
     compute_s: float
     write_s: float
     queued: int
-
-
-@dataclass
-class _Student:
-    writer: RingWriter
-    orders: deque[tuple[Order, list[bytes]]] = field(default_factory=deque)
-    silent_since: float | None = None
-    unwritten: memoryview | None = None  # of a write whose deadline passed: UCX still reads it
-    cancels: list[Cancel] = field(default_factory=list)  # to be confirmed when that has ended
-
-    @property
-    def has_work(self) -> bool:
-        """Whether there is something to do for it now."""
-        busy = bool(self.orders) or self.unwritten is not None
-        return busy and self.silent_since is None
 
 
 Compute = Callable[[Order, list[bytes]], memoryview]
@@ -121,11 +103,10 @@ class TeacherService(Handle):
         self._liveness = liveness
         self._checksum = checksum
         self._on_served = on_served
-        self._students: dict[str, _Student] = {}
+        self._students: dict[str, Student] = {}
         self._events: queue.SimpleQueue[tuple[str, Event | Stop, list[bytes]]] = queue.SimpleQueue()
         self._num_ended = 0
         self._stop_at: float | None = None
-        self._computing: tuple[str, int, int] | None = None
         self._require_rdma = require_rdma
         self._worker = open_worker(binding)
         self._channel = ControlChannel(self._keys, liveness, lambda *event: self._events.put(event))
@@ -147,12 +128,12 @@ class TeacherService(Handle):
         limit_s, came = connect_timeout_s, False
         while self._num_ended < num_students and not self._has_stopped():
             self._handle_events()
-            name = next((name for name, s in self._students.items() if s.has_work), None)
-            if name is not None:
-                self._serve(name, compute, time.monotonic() - idle_since)
+            student = next((s for s in self._students.values() if s.has_work), None)
+            if student is not None:
+                self._serve(student, compute, time.monotonic() - idle_since)
                 idle_since = time.monotonic()
             self._give_up_silent()
-            if any(student.silent_since is None for student in self._students.values()):
+            if any(s.silent_since is None for s in self._students.values()):
                 alone_since, limit_s, came = time.monotonic(), self._liveness.grace_s, True
             elif time.monotonic() - alone_since > limit_s:
                 if came:
@@ -167,7 +148,7 @@ class TeacherService(Handle):
         """Withdraw, tell the students, close the connections."""
         withdraw(self._folder, self._name)
         for name, student in list(self._students.items()):
-            clean = student.unwritten is None
+            clean = not student.is_writing
             self._forget(name, force=True)
             self._channel.send(name, Bye(clean=clean))
         self._channel.close()
@@ -207,23 +188,23 @@ class TeacherService(Handle):
                 log.info("%s is back", peer)
                 student.silent_since = None
             case Order() if student is not None:
-                student.orders.append((event, buffers))
+                student.put(event, buffers)
             case Cancel() if student is not None:
-                self._cancel(peer, student, event)
+                student.cancel(event)
             case _:
                 log.warning("ignored %s from %s", type(event).__name__, peer)
 
     def _welcome(self, peer: str, hello: Hello, buffers: list[bytes]) -> None:
+        self._forget(peer, force=True)  # it begins anew
         try:
-            self._check(hello)
-            self._forget(peer, force=True)  # it begins anew
+            check_hello(hello, self._keys.run, self._facts)
             writer, transports = self._connect(peer, hello, *buffers)
         except (RefusedError, UcxError) as error:
             log.warning("refused %s: %s", peer, error)
             self._channel.send(peer, Refuse(reason=as_text(error)))
             self._channel.forget(peer)
             return
-        self._students[peer] = _Student(writer)
+        self._students[peer] = Student(peer, writer, partial(self._channel.send, peer))
         self._channel.send(peer, Welcome(teacher=self._index, transports=transports))
 
     def _connect(
@@ -238,144 +219,87 @@ class TeacherService(Handle):
             key=key,
             checksum=self._checksum,
         )
+        largest = hello.geometry.slot_bytes
         try:
             return writer, check_connection(
-                peer, writer.describe(), hello.geometry.slot_bytes, rdma=self._require_rdma
+                peer, writer.describe(), largest, rdma=self._require_rdma
             )
         except RefusedError:
             writer.close(force=True)
             raise
 
-    def _check(self, hello: Hello) -> None:
-        """Raise RefusedError with the reason if this student cannot be served."""
-        if hello.protocol != PROTOCOL_VERSION:
-            raise RefusedError(
-                f"protocol version {hello.protocol}, this teacher speaks {PROTOCOL_VERSION}"
-            )
-        if hello.run != self._keys.run:
-            raise RefusedError(f"run {hello.run}, this teacher belongs to {self._keys.run}")
-        for name in sorted(self._facts.keys() | hello.facts.keys()):
-            ours, theirs = self._facts.get(name), hello.facts.get(name)
-            if ours != theirs:
-                raise RefusedError(f"{name} is {ours!r} here, the student expects {theirs!r}")
-
-    def _cancel(self, peer: str, student: _Student, cancel: Cancel) -> None:
-        """Confirm that an order will not be written, as soon as that is so."""
-        wanted = (cancel.sequence, cancel.attempt)
-        student.orders = deque(
-            item for item in student.orders if (item[0].sequence, item[0].attempt) != wanted
-        )
-        if student.unwritten is not None or self._computing == (peer, *wanted):
-            student.cancels.append(cancel)
-        else:
-            self._channel.send(peer, Cancelled(sequence=cancel.sequence, attempt=cancel.attempt))
-
-    def _confirm(self, peer: str, student: _Student) -> list[tuple[int, int]]:
-        """Confirm what was cancelled meanwhile; return it."""
-        done = [(cancel.sequence, cancel.attempt) for cancel in student.cancels]
-        student.cancels.clear()
-        for sequence, attempt in done:
-            self._channel.send(peer, Cancelled(sequence=sequence, attempt=attempt))
-        return done
-
-    def _serve(self, name: str, compute: Compute, waited_s: float) -> None:
+    def _serve(self, student: Student, compute: Compute, waited_s: float) -> None:
         """Do the next thing for a student: end a write that was late, or answer an order."""
-        student = self._students.pop(name)
-        self._students[name] = student  # to the end: round robin
-        if student.unwritten is not None:
-            self._write(name, student, lambda: student.writer.flush(self._liveness.heartbeat_s))
+        self._students[student.name] = self._students.pop(student.name)  # the last: round robin
+        if student.is_writing:
+            self._write(student, partial(student.finish, self._liveness.heartbeat_s))
             return
-        order, buffers = student.orders.popleft()
-        self._computing = (name, order.sequence, order.attempt)
+        order, buffers = student.next()
         start = time.monotonic()
-        payload = self._compute(name, compute, order, buffers)
+        payload = self._compute(student, compute, order, buffers)
         computed = time.monotonic()
         self._handle_events(wait=False)
-        self._computing = None
-        if self._students.get(name) is not student or payload is None:
-            return
-        if (order.sequence, order.attempt) in self._confirm(name, student):
+        wanted = student.computed()
+        if self._students.get(student.name) is not student or payload is None or not wanted:
             return
         if student.silent_since is not None:  # it may come back
-            student.orders.appendleft((order, buffers))
+            student.put_back(order, buffers)
             return
-        header = self._header(student, order, buffers[0], payload, computed - start)
-        student.unwritten = payload
+        header = student.header(
+            order, buffers[0], payload, teacher=self._index, compute_s=computed - start
+        )
         limit_s = self._liveness.dead_after_s
-        write = partial(student.writer.write, order.slot, payload, header, limit_s)
-        if self._write(name, student, write) and self._on_served is not None:
+        write = partial(student.write, order, header, payload, limit_s)
+        if self._write(student, write) and self._on_served is not None:
             self._on_served(
                 Served(
-                    student=name,
+                    student=student.name,
                     num_tokens=order.num_tokens,
                     num_bytes=payload.nbytes,
                     waited_s=waited_s,
                     compute_s=computed - start,
                     write_s=time.monotonic() - computed,
-                    queued=sum(len(s.orders) for s in self._students.values()),
+                    queued=sum(s.num_orders for s in self._students.values()),
                 )
             )
 
     def _compute(
-        self, name: str, compute: Compute, order: Order, buffers: list[bytes]
+        self, student: Student, compute: Compute, order: Order, buffers: list[bytes]
     ) -> memoryview | None:
         """Return the answer to an order, or tell the student why there is none."""
-        geometry = self._students[name].writer.geometry
         try:
             payload = compute(order, buffers)
-            geometry.check(order.slot, len(buffers[2]) // INT32_BYTES, payload.nbytes)
+            num_rows = len(buffers[2]) // INT32_BYTES
+            student.writer.geometry.check(order.slot, num_rows, payload.nbytes)
         except Exception as error:
-            log.exception("order %d of %s failed", order.sequence, name)
+            log.exception("order %d of %s failed", order.sequence, student.name)
             failed = Failed(
                 sequence=order.sequence,
                 attempt=order.attempt,
                 error=type(error).__name__,
                 message=as_text(error),
             )
-            self._channel.send(name, failed)
+            self._channel.send(student.name, failed)
             return None
         return payload
 
-    def _header(
-        self,
-        student: _Student,
-        order: Order,
-        token_ids: bytes,
-        payload: memoryview,
-        compute_s: float,
-    ) -> SlotHeader:
-        geometry = student.writer.geometry
-        return SlotHeader(
-            sequence=order.sequence,
-            attempt=order.attempt,
-            teacher=self._index,
-            num_rows=payload.nbytes // geometry.row_bytes,
-            hidden_size=geometry.hidden_size,
-            item_bytes=geometry.item_bytes,
-            digest=token_digest(token_ids),
-            compute_s=compute_s,
-        )
-
-    def _write(self, name: str, student: _Student, write: Callable[[], None]) -> bool:
+    def _write(self, student: Student, write: Callable[[], None]) -> bool:
         """Write or end a write; return whether all of it is in the student's memory."""
         try:
             write()
         except DeadlineError as error:
-            log.warning("%s cannot be written to now: %s", name, error)
+            log.warning("%s cannot be written to now: %s", student.name, error)
             return False
         except UcxError as error:
-            log.warning("the connection to %s broke: %s", name, error)
-            self._give_up(name)
+            log.warning("the connection to %s broke: %s", student.name, error)
+            self._give_up(student.name)
             return False
-        student.unwritten = None
-        self._confirm(name, student)
         return True
 
     def _give_up_silent(self) -> None:
         """Drop the orders of students that have been silent for too long."""
-        limit = time.monotonic() - self._liveness.grace_s
         for name, student in list(self._students.items()):
-            if student.silent_since is not None and student.silent_since < limit:
+            if student.is_silent_for(self._liveness.grace_s):
                 self._give_up(name)
 
     def _give_up(self, name: str) -> None:
