@@ -62,7 +62,7 @@ import json, os
 from pathlib import Path
 from transport.library import apply_settings, ucx_settings
 apply_settings(ucx_settings("lo"))
-from transport.ucx import Worker
+from transport.native import Worker
 with Worker() as worker:
     region = worker.allocate(1 << 20)
     rows = [line.split() for line in Path("/proc/sysvipc/shm").read_text().splitlines()]
