@@ -160,4 +160,5 @@ def _remove_stale() -> None:
         name = line.split()[0]
         prefix, _, rest = name.partition(f"{_PREFIX}-")
         if not prefix and rest and not psutil.pid_exists(int(rest.partition("-")[0])):
-            _run("ip", "netns", "delete", name)
+            with suppress(OSError):  # another test has been faster
+                _run("ip", "netns", "delete", name)
