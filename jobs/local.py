@@ -39,8 +39,14 @@ class _Role:
     process: subprocess.Popen[bytes]
 
     @property
-    def label(self) -> str:
-        return f"{self.name} {self.rank}"
+    def ending(self) -> str:
+        code = self.process.returncode
+        if code is not None and code < 0:
+            return f"was ended by {signal.Signals(-code).name}"
+        return f"ended with {code}"
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.rank} {self.ending}"
 
 
 class LocalRun:
@@ -123,7 +129,7 @@ class LocalRun:
     def _lost_teachers(self) -> list[str]:
         notes = {failure.rank: str(failure) for failure in self._folder.teacher_failures()}
         return [
-            f"{notes.get(role.rank) or _ending(role)}; the run went on without it"
+            f"{notes.get(role.rank) or role}; the run went on without it"
             for role in self._roles
             if role.name == "teacher" and role.process.poll() not in (None, 0)
         ]
@@ -131,8 +137,8 @@ class LocalRun:
     def _describe_failure(self) -> str:
         for role in self._roles:
             if role.name == "student" and (role.process.poll() or 0) < 0:
-                self._folder.write_failure(Failure("student", role.rank, _ending(role), again=True))
-        lines = [_ending(role) for role in self._roles if (role.process.returncode or 0) < 0]
+                self._folder.write_failure(Failure("student", role.rank, role.ending, again=True))
+        lines = [str(role) for role in self._roles if (role.process.returncode or 0) < 0]
         failure = self._folder.failure()
         if failure is not None:
             lines += [str(failure), *failure.traceback.splitlines()]
@@ -141,7 +147,7 @@ class LocalRun:
         role = next(r for r in self._roles if r.process.poll() != 0)
         log = self._folder.log_file(role.name, role.rank)
         tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-20:]
-        return "\n".join([f"{_ending(role)}:", *tail])
+        return "\n".join([f"{role}:", *tail])
 
     def _kill(self) -> None:
         for role in self._roles:
@@ -163,10 +169,3 @@ class LocalRun:
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
-
-
-def _ending(role: _Role) -> str:
-    code = role.process.returncode
-    if code is not None and code < 0:
-        return f"{role.label} was ended by {signal.Signals(-code).name}"
-    return f"{role.label} ended with {code}"

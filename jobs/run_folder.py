@@ -148,7 +148,8 @@ class RunFolder:
             _write_json(self.lost_teachers / f"{failure.rank}.json", asdict(failure))
             return
         if failure.again:
-            failure = next(iter(self.teacher_failures()), failure)
+            causes = [cause for cause in self.teacher_failures() if not cause.again]
+            failure = next(iter(causes), failure)
         temporary = self.path / f".failed.{uuid.uuid4().hex}"
         _write_json(temporary, asdict(failure))
         try:

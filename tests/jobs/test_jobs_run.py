@@ -163,8 +163,8 @@ def test_a_second_interrupt_ends_the_run_at_once(disaggkd: CommandLine) -> None:
     time.sleep(1.0)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=20)
-    assert process.returncode == 130
+    output, _ = process.communicate(timeout=20)
+    assert process.returncode == 130, output
 
 
 def test_one_run_folder_serves_one_run_at_a_time(disaggkd: CommandLine) -> None:
