@@ -121,7 +121,7 @@ def open_worker(choice: Choice = "auto") -> Worker:
             library = module.load()
         except UcxError as error:
             log.warning("binding %s cannot be used: %s", name, error)
-            reasons.append(f"{name}: {error}")
+            reasons.append(str(error))
             continue
         log.info("UCX %s, binding %s", library, name)
         worker: Worker = module.Worker()

@@ -217,7 +217,7 @@ def test_binding_that_is_missing_is_an_error(
     monkeypatch.setattr(native, "SHIM", tmp_path / "shim.so")
     monkeypatch.setitem(sys.modules, "ucp._libs.ucx_api", None)  # as if it were not installed
     native.open_library.cache_clear()  # else it is open already
-    with pytest.raises(UcxError, match=r"ucx-py: ucx-py cannot be imported .*docs/transport\.md"):
+    with pytest.raises(UcxError, match=r"ucx-py cannot be imported .*docs/transport\.md"):
         open_worker(choice)
 
 
