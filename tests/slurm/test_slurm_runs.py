@@ -142,8 +142,8 @@ def test_a_job_computes_what_the_local_run_does(runs: Runs, whole: Path) -> None
 def test_a_disturbed_job_ends_with_the_same_weights(runs: Runs) -> None:
     """What happens to teachers is survived; what happens to students starts the job again."""
     restarts = runs.folder("run") / "restarts"
-    slow = "optim.accumulation=12"
-    runs.submit("run", slow, steps=LONG)
+    settings = ("optim.accumulation=8", "optim.schedule=constant")
+    runs.submit("run", *settings, steps=100000)
     runs.wait_steps("run", 5)
     runs.cluster.kill_node("teacher2")
     wait_for(lambda: runs.cluster.nodes()["teacher2"].startswith("down"), 60, "Slurm to notice")
@@ -161,9 +161,13 @@ def test_a_disturbed_job_ends_with_the_same_weights(runs: Runs) -> None:
     wait_for(lambda: list(restarts.iterdir()), 60, "a restart")
     runs.wait_more_steps("run")
     runs.cluster.run("scontrol", "requeue", str(runs.job("run")))
-    runs.wait_done("run", 150)
-    whole = ("student.replicas=2", "teacher.placement=colocated", NO_EVAL, slow)
-    runs.command.run("whole", *whole, steps=LONG)
+    runs.wait_more_steps("run")
+    runs.command("cancel", runs.folder("run"))
+    wait_for(lambda: not runs.states("run"), 30, "the end of the job")
+    steps = runs.steps("run")
+    assert (runs.folder("run") / "checkpoints" / f"step-{steps:08d}").exists()
+    whole = ("student.replicas=2", "teacher.placement=colocated", NO_EVAL, *settings)
+    runs.command.run("whole", *whole, steps=steps)
     runs.command("compare", runs.folder("run"), runs.folder("whole"), "--tolerance", "0")
     assert len(re.findall("started again: .* is lost", runs.status("run"))) == 1
 
