@@ -7,7 +7,7 @@ UCX must not be called.
 
 import importlib
 import logging
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 from transport.errors import UcxError
 
@@ -17,6 +17,22 @@ Binding = Literal["native", "ucx-py"]
 Choice = Literal["native", "ucx-py", "auto"]
 
 _MODULES: dict[Binding, str] = {"native": "transport.native", "ucx-py": "transport.ucx_py"}
+
+
+class Places(NamedTuple):
+    """Where a write goes: addresses on the other side.
+
+    Attributes:
+        payload: of the payload.
+        header: of the header.
+        word: of the 8 bytes that announce them.
+        bell: of the bell beside which the reader may sleep.
+    """
+
+    payload: int
+    header: int
+    word: int
+    bell: int
 
 
 class Region(Protocol):
@@ -44,23 +60,35 @@ class Endpoint(Protocol):
     def open_key(self, packed: bytes) -> Any:
         """Unpack the key of a region on the other side; it lives as long as the endpoint."""
 
-    def pointer(self, key: Any, remote: int) -> int | None:
-        """Return where this process itself reaches address `remote` of the other side.
+    def write(
+        self,
+        key: Any,
+        source: int,
+        num_bytes: int,
+        header: bytes,
+        word: int,
+        to: Places,
+        timeout_s: float,
+    ) -> None:
+        """Write payload and header, then the word that announces them, and flush.
 
-        None means that the binding knows of no way, for example over a network.
+        Whoever sees the word sees all of payload and header: a fence stands between them.
+
+        Args:
+            key: key of the region that is written to.
+            source: address of the payload, which must not change before it is flushed.
+            num_bytes: length of the payload, 0 for none.
+            header: a second piece.
+            word: value of the 8 bytes that come last.
+            to: addresses on the other side.
+            timeout_s: as in `flush`.
+
+        Raises:
+            DeadlineError, UcxError: as in `flush`.
         """
-
-    def put(self, key: Any, source: int, num_bytes: int, remote: int) -> None:
-        """Start writing `num_bytes` from address `source` to address `remote` of the other side.
-
-        The source must not change before `flush` has returned.
-        """
-
-    def fence(self) -> None:
-        """Order all puts before it against all puts after it."""
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until everything written is in the other side's memory.
+        """Wait until all that was written is in the other side's memory; ring the bell if it can.
 
         Raises:
             DeadlineError: it was not within `timeout_s`; the sources are still in use.

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from transport.binding import Places
 from transport.errors import DeadlineError, UcxError
 from transport.handles import Handle
 from transport.library import find_ucx
@@ -18,6 +19,7 @@ _HANDLE = ctypes.c_void_p
 _SIZE = ctypes.c_size_t
 _NS = ctypes.c_int64
 _STATUS = ctypes.c_int
+_REMOTE = ctypes.c_uint64
 _OUT_SIZE = ctypes.POINTER(ctypes.c_size_t)
 _OUT_HANDLE = ctypes.POINTER(ctypes.c_void_p)
 
@@ -37,10 +39,15 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "dkx_peer_close": (_STATUS, [_HANDLE, ctypes.c_int, _NS]),
     "dkx_peer_describe": (_STATUS, [_HANDLE, ctypes.c_char_p, _OUT_SIZE]),
     "dkx_key_open": (_STATUS, [_HANDLE, ctypes.c_char_p, _OUT_HANDLE]),
-    "dkx_key_pointer": (ctypes.c_void_p, [_HANDLE, ctypes.c_uint64]),
     "dkx_key_close": (None, [_HANDLE]),
-    "dkx_put": (_STATUS, [_HANDLE, _HANDLE, _HANDLE, _SIZE, ctypes.c_uint64]),
-    "dkx_fence": (_STATUS, [_HANDLE]),
+    "dkx_write": (
+        _STATUS,
+        [
+            *(_HANDLE, _HANDLE, _HANDLE, _SIZE, _REMOTE),
+            *(ctypes.c_char_p, _SIZE, _REMOTE),
+            *(ctypes.c_uint64, _REMOTE, _REMOTE, _NS),
+        ],
+    ),
     "dkx_flush": (_STATUS, [_HANDLE, _NS]),
 }
 _TIMEOUT_STATUS = -1000
@@ -157,21 +164,27 @@ class Endpoint:
     def __init__(self, worker: ctypes.c_void_p, address: bytes) -> None:
         self._handle: ctypes.c_void_p | None = _create("dkx_peer_open", worker, address)
         self._keys: list[ctypes.c_void_p] = []
+        self._header = b""
 
     def open_key(self, packed: bytes) -> ctypes.c_void_p:
         key = _create("dkx_key_open", self._handle, packed)
         self._keys.append(key)
         return key
 
-    def pointer(self, key: ctypes.c_void_p, remote: int) -> int | None:
-        pointer: int | None = open_library().dkx_key_pointer(key, remote)
-        return pointer
-
-    def put(self, key: ctypes.c_void_p, source: int, num_bytes: int, remote: int) -> None:
-        _call("dkx_put", self._handle, key, source, num_bytes, remote)
-
-    def fence(self) -> None:
-        _call("dkx_fence", self._handle)
+    def write(
+        self,
+        key: ctypes.c_void_p,
+        source: int,
+        num_bytes: int,
+        header: bytes,
+        word: int,
+        to: Places,
+        timeout_s: float,
+    ) -> None:
+        self._header = header  # must live until it is flushed
+        payload = source, num_bytes, to.payload
+        last = word, to.word, to.bell, _ns(timeout_s)
+        _call("dkx_write", self._handle, key, *payload, header, len(header), to.header, *last)
 
     def flush(self, timeout_s: float) -> None:
         _call("dkx_flush", self._handle, _ns(timeout_s))

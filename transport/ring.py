@@ -4,12 +4,11 @@ A write is payload and header, a fence, then the doorbell: a reader that sees th
 whole slot. Without the fence a third of the messages were torn or early in experiments.
 """
 
-import ctypes
 import logging
 from contextlib import ExitStack
 from dataclasses import replace
 
-from transport.binding import Worker
+from transport.binding import Places, Worker
 from transport.errors import DeadlineError, ProtocolError, UcxError
 from transport.handles import Handle
 from transport.layout import (
@@ -19,7 +18,7 @@ from transport.layout import (
     SlotHeader,
     doorbell_value,
 )
-from transport.memory import Pin, address_of, crc32c, lock, ring_bell, wait_word
+from transport.memory import Pin, address_of, crc32c, lock, wait_word
 
 log = logging.getLogger(__name__)
 
@@ -129,17 +128,22 @@ class RingWriter:
             UcxError: address or key are none that this UCX can use.
         """
         self.geometry = geometry
-        self._address = address
         self._endpoint = worker.connect(peer)
         try:
             self._key = self._endpoint.open_key(key)
         except UcxError:
             self._endpoint.close(force=True)
             raise
-        self._bell = self._endpoint.pointer(self._key, address + geometry.bell_offset)
         self._checksum = checksum
-        self._header = ctypes.create_string_buffer(HEADER_BYTES)
-        self._doorbell = ctypes.c_uint64()
+        self._places = [
+            Places(
+                payload=address + geometry.payload_offset(slot),
+                header=address + geometry.header_offset(slot),
+                word=address + geometry.doorbell_offset(slot),
+                bell=address + geometry.bell_offset,
+            )
+            for slot in range(geometry.slots)
+        ]
 
     def write(self, slot: int, payload: memoryview, header: SlotHeader, timeout_s: float) -> None:
         """Write an answer and announce it; return when it is in the student's memory.
@@ -158,17 +162,15 @@ class RingWriter:
         self.geometry.check(slot, header.num_rows, payload.nbytes)
         if self._checksum:
             header = replace(header, checksum=crc32c(payload))
-        source = address_of(payload)
-        ring = self._address
-        ctypes.memmove(self._header, header.pack(), HEADER_BYTES)
-        self._doorbell.value = doorbell_value(header.sequence, header.attempt)
-        self._put(source, payload.nbytes, ring + self.geometry.payload_offset(slot))
-        self._put(
-            ctypes.addressof(self._header), HEADER_BYTES, ring + self.geometry.header_offset(slot)
+        self._endpoint.write(
+            self._key,
+            address_of(payload),
+            payload.nbytes,
+            header.pack(),
+            doorbell_value(header.sequence, header.attempt),
+            self._places[slot],
+            timeout_s,
         )
-        self._endpoint.fence()
-        self._put(ctypes.addressof(self._doorbell), 8, ring + self.geometry.doorbell_offset(slot))
-        self.flush(timeout_s)
 
     def flush(self, timeout_s: float) -> None:
         """Wait for the end of a write whose deadline has passed; its payload is still in use.
@@ -178,12 +180,6 @@ class RingWriter:
             UcxError: the student cannot be reached.
         """
         self._endpoint.flush(timeout_s)
-        if self._bell is not None:
-            ring_bell(self._bell)
-
-    def _put(self, source: int, num_bytes: int, remote: int) -> None:
-        if num_bytes:
-            self._endpoint.put(self._key, source, num_bytes, remote)
 
     def describe(self) -> str:
         """Return what UCX says of the connection; `transport.protocols` reads it."""

@@ -9,6 +9,7 @@ import gc
 import importlib
 import os
 import select
+import sys
 import threading
 import time
 import weakref
@@ -18,6 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from transport.binding import Places
 from transport.errors import DeadlineError, TransportError, UcxError
 from transport.handles import Handle
 from transport.memory import ring_bell
@@ -147,6 +149,7 @@ class Endpoint:
         api = _api()
         self._worker, self._lock = worker, lock
         self._keys: list[Any] = []
+        self._small = b"", b""
         with lock, _as_ucx_error("ucp_ep_create"):
             self._endpoint = api.UCXEndpoint.create_from_worker_address(
                 worker, api.UCXAddress.from_buffer(address), True
@@ -158,18 +161,30 @@ class Endpoint:
         self._keys.append(key)
         return key
 
-    def pointer(self, key: Any, remote: int) -> int | None:
-        return None  # ucx-py has no ucp_rkey_ptr
-
-    def put(self, key: Any, source: int, num_bytes: int, remote: int) -> None:
-        memory = _api().RemoteMemory(key, remote, num_bytes)
-        with self._lock, _as_ucx_error("ucp_put"):
-            self._endpoint.raise_on_error()
-            memory.put_nbi(_view(source, num_bytes))
-
-    def fence(self) -> None:
+    def write(
+        self,
+        key: Any,
+        source: int,
+        num_bytes: int,
+        header: bytes,
+        word: int,
+        to: Places,
+        timeout_s: float,
+    ) -> None:
+        self._small = header, word.to_bytes(8, sys.byteorder)  # must live until they are flushed
+        if num_bytes:
+            self._put(key, _view(source, num_bytes), to.payload)
+        self._put(key, self._small[0], to.header)
         with self._lock, _as_ucx_error("ucp_worker_fence"):
             self._worker.fence()
+        self._put(key, self._small[1], to.word)
+        self.flush(timeout_s)  # nobody rings: ucx-py has no ucp_rkey_ptr
+
+    def _put(self, key: Any, source: bytes | memoryview, remote: int) -> None:
+        memory = _api().RemoteMemory(key, remote, len(source))
+        with self._lock, _as_ucx_error("ucp_put"):
+            self._endpoint.raise_on_error()
+            memory.put_nbi(source)
 
     def flush(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s

@@ -29,25 +29,33 @@ def stay(binding: Choice, geometry: RingGeometry, told: Connection) -> None:
         signal.pause()
 
 
-def read_messages(binding: Choice, series: list[tuple[RingGeometry, int]], told: Connection) -> int:
-    """Take series of numbered messages; return how many were torn or announced too early."""
+def read_messages(
+    binding: Choice, series: list[tuple[RingGeometry, int]], told: Connection, *, eager: bool
+) -> int:
+    """Take series of numbered messages; return how many were torn or announced too early.
+
+    An eager reader does not sleep until the writer wakes it, which is after the flush.
+    """
     num_bad = 0
     with open_worker(binding) as worker:
         for geometry, num_messages in series:
             with Ring(worker, geometry) as ring:
                 told.send(describe_ring(worker, ring))
                 for sequence in range(num_messages):
-                    num_bad += not _arrives_whole(ring, sequence)
+                    num_bad += not _arrives_whole(ring, sequence, eager)
                     told.send(None)  # the slot is free
                 assert told.poll(WAIT_S), "the writer does not end"
                 told.recv()
     return num_bad
 
 
-def _arrives_whole(ring: Ring, sequence: int) -> bool:
+def _arrives_whole(ring: Ring, sequence: int, eager: bool) -> bool:
     payload = contents(ring.geometry, sequence)
     header = header_of(ring.geometry, sequence, payload)
     slot = sequence % ring.geometry.slots
+    end = time.monotonic() + WAIT_S
+    while eager and not ring.is_ready(slot, sequence, header.attempt):
+        assert time.monotonic() < end
     assert ring.wait(slot, sequence, header.attempt, WAIT_S)
     try:
         return ring.payload(slot, header.num_rows) == payload and ring.header(slot) == header
@@ -59,19 +67,12 @@ def write_messages(
     binding: Choice,
     series: list[tuple[RingGeometry, int]],
     told: Connection,
-    *,
-    fence: bool | None = None,
 ) -> str:
-    """Write series of numbered messages; return what UCX says of the connection.
-
-    With `fence` time passes between doorbell and flush, and if it is false there is no fence.
-    """
+    """Write series of numbered messages; return what UCX says of the connection."""
     with open_worker(binding) as worker:
         for geometry, num_messages in series:
             assert told.poll(WAIT_S)
             writer = RingWriter(worker, geometry, **told.recv())
-            if fence is not None:
-                _slow_down(writer, fence)
             for sequence in range(num_messages):
                 payload = contents(geometry, sequence)
                 header = header_of(geometry, sequence, payload)
@@ -86,19 +87,6 @@ def write_messages(
             writer.close()
             told.send(None)
     return description
-
-
-def _slow_down(writer: RingWriter, fence: bool) -> None:
-    endpoint: Any = writer._endpoint
-    flush = endpoint.flush
-
-    def flush_late(timeout_s: float) -> None:
-        time.sleep(0.002)
-        flush(timeout_s)
-
-    endpoint.flush = flush_late
-    if not fence:
-        endpoint.fence = lambda: None
 
 
 def leave(

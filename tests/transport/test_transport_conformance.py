@@ -65,7 +65,7 @@ def exchange(
     binding: Choice,
     series: list[tuple[RingGeometry, int]],
     *,
-    fence: bool | None = None,
+    eager: bool = False,
 ) -> tuple[int, str]:
     """Send messages from one child to another.
 
@@ -73,8 +73,8 @@ def exchange(
         How many were torn or early, and what UCX says of the connection.
     """
     ours, theirs = SPAWN.Pipe()
-    reader = start(read_messages, binding, series, theirs)
-    writer = start(write_messages, binding, series, ours, fence=fence)
+    reader = start(read_messages, binding, series, theirs, eager=eager)
+    writer = start(write_messages, binding, series, ours)
     description = writer.result(FULL_S)
     return reader.result(), description
 
@@ -100,14 +100,18 @@ def test_no_message_is_torn_or_early(
     check_used(used, description)
 
 
-@pytest.mark.parametrize("fence", [True, False])
-def test_only_the_fence_keeps_two_transports_in_order(
-    start: Callable[..., Child], set_ucx: Callable[..., None], binding: Choice, fence: bool
+@pytest.mark.parametrize(("fence", "is_enough"), [("ep_based", True), ("weak", False)])
+def test_only_the_right_fence_keeps_two_transports_in_order(
+    start: Callable[..., Child],
+    set_ucx: Callable[..., None],
+    binding: Choice,
+    fence: str,
+    is_enough: bool,
 ) -> None:
-    set_ucx(TRANSPORTS["posix and cma"].tls)
-    num_bad, description = exchange(start, binding, [(LARGE, NUM_LARGE)], fence=fence)
+    set_ucx(TRANSPORTS["posix and cma"].tls, UCX_FENCE_MODE=fence)
+    num_bad, description = exchange(start, binding, [(LARGE, 20 * NUM_LARGE)], eager=True)
     check_used(TRANSPORTS["posix and cma"].used, description)
-    assert (num_bad == 0) == fence
+    assert (num_bad == 0) == is_enough
 
 
 def test_orders_are_served(start: Callable[..., Child], run_folder: Path, binding: Choice) -> None:
