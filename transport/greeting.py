@@ -1,10 +1,13 @@
 """How a student meets the teachers of its run, whenever they come."""
 
+import logging
 from pathlib import Path
 
 from transport.control import ControlChannel
 from transport.messages import Hello
 from transport.rendezvous import discover
+
+log = logging.getLogger(__name__)
 
 _TEACHER_PREFIX = "teacher-"
 
@@ -40,8 +43,13 @@ class Greeter:
         self._greeted: set[str] = set()
 
     def greet_new(self) -> None:
-        """Greet those that have come since."""
-        for peer, endpoint in discover(self._folder, self._greeted).items():
+        """Greet those that have come since; a folder that cannot be read now is read later."""
+        try:
+            found = discover(self._folder, self._greeted)
+        except OSError as error:  # of a shared file system such errors pass
+            log.warning("cannot look for teachers: %s", error)
+            return
+        for peer, endpoint in found.items():
             if peer.startswith(_TEACHER_PREFIX):
                 self._greeted.add(peer)
                 self._channel.connect(peer, endpoint, self._identity, self._hello, *self._buffers)
