@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from cluster import SlurmCluster
 from command_line import ROOT, CommandLine, wait_for
-from test_slurm_runs import TASKS
+from test_slurm_runs import ONE, TWO
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(200)]
 
@@ -28,7 +28,7 @@ def command(slurm: SlurmCluster, tmp_path: Path) -> Iterator[CommandLine]:
 
 
 def submit(command: CommandLine, *settings: str, expect: int = 2) -> str:
-    arguments = command.run_arguments("run", *TASKS, *settings, command="submit")
+    arguments = command.run_arguments("run", *TWO, *settings, command="submit")
     return command(*arguments, expect=expect)
 
 
@@ -92,7 +92,7 @@ def test_no_clients_at_all(tmp_path: Path) -> None:
 
 def test_the_plain_file_runs_by_hand_and_again(command: CommandLine, slurm: SlurmCluster) -> None:
     file = command.folder / "my job.sbatch"
-    arguments = command.run_arguments(EVIL, *TASKS, command="sbatch")
+    arguments = command.run_arguments(EVIL, *ONE, command="sbatch")
     output = command(*arguments, "-o", file)
     assert output.strip() == f"sbatch {shlex.quote(str(file))}"
     slurm.run("sbatch", "--test-only", str(file))
@@ -103,7 +103,7 @@ def test_the_plain_file_runs_by_hand_and_again(command: CommandLine, slurm: Slur
 
 
 def test_a_job_submitted_from_inside_another(command: CommandLine, slurm: SlurmCluster) -> None:
-    arguments = command.run_arguments(EVIL, *TASKS, command="submit")
+    arguments = command.run_arguments(EVIL, *ONE, command="submit")
     inner = shlex.join([sys.executable, "-m", "jobs", *arguments])
     said = shlex.quote(str(command.folder / "out"))
     outer = f"cd {shlex.quote(str(ROOT))} && {inner} >{said} 2>&1"

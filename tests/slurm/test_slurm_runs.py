@@ -16,11 +16,7 @@ from toolkit.training.metrics import read_steps
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 
-TASKS = (
-    "student.replicas=2",
-    "teacher.replicas=2",
-    "cluster.student.nodes=2",
-    "cluster.teacher.nodes=2",
+ONE = (
     "cluster.student.partition=students",
     "cluster.teacher.partition=teachers",
     "transport.interface=lo",
@@ -30,6 +26,15 @@ TASKS = (
     "data.eval_rows=0",
     "checkpoint.every_steps=5",
 )
+"""Settings of a job of one student and one teacher, each on a node."""
+TWO = (
+    *ONE,
+    "student.replicas=2",
+    "teacher.replicas=2",
+    "cluster.student.nodes=2",
+    "cluster.teacher.nodes=2",
+)
+"""Settings of a job of two of each."""
 LONG = 150
 NO_EVAL = "data.eval_rows=0"
 
@@ -42,9 +47,7 @@ class Runs:
         self.command = CommandLine(folder, cluster.env)
 
     def submit(self, name: str, *settings: str, steps: int, expect: int = 0) -> str:
-        arguments = self.command.run_arguments(
-            name, *TASKS, *settings, steps=steps, command="submit"
-        )
+        arguments = self.command.run_arguments(name, *ONE, *settings, steps=steps, command="submit")
         return self.command(*arguments, expect=expect)
 
     def folder(self, name: str) -> Path:
@@ -115,8 +118,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_job_computes_what_the_local_run_does(runs: Runs, whole: Path) -> None:
     started = time.time()
-    assert re.search(r"job \d+, run folder", runs.submit("run", steps=LONG))
-    again = runs.submit("run", steps=LONG)
+    assert re.search(r"job \d+, run folder", runs.submit("run", *TWO, steps=LONG))
+    again = runs.submit("run", *TWO, steps=LONG)
     assert re.search(r"job \d+ works on .* already", again)
     runs.wait_steps("run", 1)
     first = next(iter(read_steps(runs.folder("run") / "metrics" / "student-0.jsonl").values()))
@@ -128,7 +131,7 @@ def test_a_job_computes_what_the_local_run_does(runs: Runs, whole: Path) -> None
     assert time.time() - asked < 1.5
     runs.wait_done("run")
     runs.command("compare", runs.folder("run"), whole, "--tolerance", "0")
-    assert "is done already" in runs.submit("run", steps=LONG)
+    assert "is done already" in runs.submit("run", *TWO, steps=LONG)
     logs = runs.command("logs", runs.folder("run"))
     assert "student-1: " in logs and "teacher-1: " in logs and "batch: job" in logs
     only = runs.command("logs", runs.folder("run"), "--role", "teacher")
@@ -143,7 +146,7 @@ def test_a_disturbed_job_ends_with_the_same_weights(runs: Runs) -> None:
     """What happens to teachers is survived; what happens to students starts the job again."""
     restarts = runs.folder("run") / "restarts"
     settings = ("optim.accumulation=8", "optim.schedule=constant")
-    runs.submit("run", *settings, steps=100000)
+    runs.submit("run", *TWO, *settings, steps=100000)
     runs.wait_steps("run", 5)
     runs.cluster.kill_node("teacher2")
     wait_for(lambda: runs.cluster.nodes()["teacher2"].startswith("down"), 60, "Slurm to notice")
@@ -217,7 +220,7 @@ def test_cancelling_a_component_and_the_leader(runs: Runs) -> None:
 
 def test_a_dead_student_node(runs: Runs, whole: Path) -> None:
     """With requeue, which is the default, the run ends as if nothing had been."""
-    runs.submit("run", "cluster.student.options.exclusive=true", steps=LONG)
+    runs.submit("run", *TWO, "cluster.student.options.exclusive=true", steps=LONG)
     runs.wait_steps("run", 6)
     runs.cluster.kill_node("student1")
     try:
@@ -229,15 +232,14 @@ def test_a_dead_student_node(runs: Runs, whole: Path) -> None:
 
 
 def test_a_dead_node_without_requeue(runs: Runs) -> None:
-    runs.submit(
-        "run", "cluster.options.requeue=false", "cluster.options.no-requeue=true", steps=999
-    )
+    settings = ("cluster.options.requeue=false", "cluster.options.no-requeue=true")
+    runs.submit("run", *settings, steps=99999)
     runs.wait_steps("run", 2)
-    runs.cluster.kill_node("student2")
+    runs.cluster.kill_node("student1")
     try:
         wait_for(lambda: not runs.states("run"), 90, "the end of the job")
     finally:
-        runs.cluster.start_node("student2")
+        runs.cluster.start_node("student1")
     assert not (runs.folder("run") / "done").exists()
     assert "not in the queue" in runs.status("run")
 
