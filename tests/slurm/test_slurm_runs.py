@@ -116,6 +116,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return command.folder / "run"
 
 
+@pytest.mark.alone
 def test_a_job_computes_what_the_local_run_does(runs: Runs, whole: Path) -> None:
     started = time.time()
     assert re.search(r"job \d+, run folder", runs.submit("run", *TWO, steps=LONG))
@@ -128,7 +129,7 @@ def test_a_job_computes_what_the_local_run_does(runs: Runs, whole: Path) -> None
     assert re.search(r"Slurm job \d+: RUNNING, .* elapsed, .* left", state)
     asked = time.time()
     runs.status("run")
-    assert time.time() - asked < 1.5
+    assert time.time() - asked < 1.0
     runs.wait_done("run")
     runs.command("compare", runs.folder("run"), whole, "--tolerance", "0")
     assert "is done already" in runs.submit("run", *TWO, steps=LONG)

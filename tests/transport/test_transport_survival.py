@@ -70,6 +70,7 @@ class Lesson:
         assert not book.works and not book.quarantine
 
 
+@pytest.mark.alone
 @transports
 @both_ends
 def test_others_take_over_from_a_lost_teacher(

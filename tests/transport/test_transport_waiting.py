@@ -13,7 +13,7 @@ from transport_processes import GEOMETRY, SPAWN, WAIT_S, Child, announce_in_turn
 from transport.native import Worker
 from transport.ring import Ring
 
-pytestmark = pytest.mark.usefixtures("nothing_left")
+pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("nothing_left")]
 
 
 @contextmanager
