@@ -23,13 +23,13 @@ from typing import Any
 
 import psutil
 import torch
+from paths.root import ROOT
 from rich.console import Console
 from rich.table import Table
 
 from toolkit.training.checkpoint import load_weights
 from toolkit.training.metrics import read_steps
 
-ROOT = Path(__file__).resolve().parent.parent
 NUM_TEACHERS = 3
 PAUSE_S = (0.3, 0.9)
 WAIT_S = 120.0

@@ -15,6 +15,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
+import paths.root  # noqa: F401  (before transport)
 import psutil
 from rich.console import Console
 from rich.table import Table

@@ -16,10 +16,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from paths.root import ROOT
 from rich.console import Console
 from rich.table import Table
 
-ROOT = Path(__file__).resolve().parent.parent
 PLACEMENTS = ("disaggregated", "colocated")
 WARMUP_STEPS = 3
 SETTINGS = [

@@ -22,13 +22,11 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # else this file is `transport`
-
+import paths.root  # noqa: F401  (before transport)
 from paths.paths import MEMCPY, PATHS, PERFTESTS, UCX_SETTINGS, VARIANTS, Figures, Paths
 from paths.side import SLOTS
 from rich.console import Console

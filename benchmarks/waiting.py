@@ -17,6 +17,8 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
+import paths.root  # noqa: F401  (before transport)
+
 from transport.layout import RingGeometry, SlotHeader
 from transport.library import ucx_settings
 from transport.memory import crc32c
