@@ -17,7 +17,7 @@ def _steps_done(folder: Path) -> int:
 
 
 def test_ranks_compute_what_one_rank_accumulates(disaggkd: CommandLine) -> None:
-    disaggkd.run("ranks", *RANKS, "optim.accumulation=2", "teacher.replicas=2", steps=4)
+    disaggkd.run("ranks", *RANKS, "optim.accumulation=2", steps=4)
     disaggkd.run(
         "one", "data.batch_size=1", "optim.accumulation=6", "teacher.placement=colocated", steps=4
     )

@@ -77,15 +77,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return command.folder / "run"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_goes_on_where_it_was(
-    disaggkd: CommandLine, whole: Path, number: int
-) -> None:
+def test_an_interrupted_run_goes_on_where_it_was(disaggkd: CommandLine, whole: Path) -> None:
+    """Ctrl-C; SIGTERM is what `cancel` sends, in test_jobs_batch."""
     settings = ("data.eval_rows=0", "checkpoint.every_steps=1000", *QUICK)
     folder = disaggkd.folder / "cut"
     process = disaggkd.start(*disaggkd.run_arguments("cut", *settings, steps=40))
     wait_for(lambda: _steps_done(folder) >= 3, what="the third step")
-    process.send_signal(number)
+    process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 130, output
     assert "stopped; the same command goes on from the last checkpoint" in output
@@ -167,22 +165,16 @@ def test_a_second_interrupt_ends_the_run_at_once(disaggkd: CommandLine) -> None:
     assert process.returncode == 130, output
 
 
-def test_one_run_folder_serves_one_run_at_a_time(disaggkd: CommandLine) -> None:
+def test_a_run_that_goes_on_listens_on_loopback_alone_and_keeps_others_out(
+    disaggkd: CommandLine,
+) -> None:
     folder = disaggkd.folder / "run"
-    arguments = disaggkd.run_arguments("run", "data.eval_rows=0", steps=LONG)
-    first = disaggkd.start(*arguments)
-    wait_for(lambda: (folder / "logs" / "student-0.log").exists(), what="the start")
-    assert "is in use by a run that is going on" in disaggkd(*arguments, expect=2)
-    first.send_signal(signal.SIGINT)
-    first.communicate(timeout=60)
-
-
-def test_local_runs_listen_on_loopback_alone(disaggkd: CommandLine) -> None:
-    folder = disaggkd.folder / "run"
-    process = disaggkd.start(
-        *disaggkd.run_arguments("run", "data.eval_rows=0", "transport.tls=tcp,self", steps=LONG)
+    arguments = disaggkd.run_arguments(
+        "run", "data.eval_rows=0", "transport.tls=tcp,self", steps=LONG
     )
+    process = disaggkd.start(*arguments)
     wait_for(lambda: _steps_done(folder) >= 1, what="the first step")
+    assert "is in use by a run that is going on" in disaggkd(*arguments, expect=2)
     listening = [
         connection.laddr.ip
         for child in disaggkd.children()

@@ -211,8 +211,10 @@ def test_cancelling_a_component_and_the_leader(runs: Runs) -> None:
     runs.submit("run", steps=100000)
     runs.wait_steps("run", 8)  # there is a checkpoint
     runs.cluster.run("scancel", f"{runs.job('run')}+1")
+    restarts = runs.folder("run") / "restarts"
+    wait_for(lambda: list(restarts.iterdir()), 60, "a restart")
     runs.wait_more_steps("run")
-    assert len(list((runs.folder("run") / "restarts").iterdir())) == 1
+    assert len(list(restarts.iterdir())) == 1
     runs.cluster.run("scancel", str(runs.job("run")))
     wait_for(lambda: not runs.states("run"), 60, "the end of the job")
     assert not (runs.folder("run") / "done").exists()
