@@ -14,8 +14,7 @@ from toolkit.errors import InputError
 from transport.rendezvous import write_atomically
 
 SRUN_OPTIONS = ("--unbuffered", "--kill-on-bad-exit=0")
-COMPONENT_OPTIONS = ("--no-kill",)
-"""The run outlives teachers and their nodes; who cannot go on saves and ends by itself."""
+"""A role that cannot go on saves and ends by itself; srun shall not end it first."""
 
 BEGIN = (
     'if [ -e "$run/done" ]; then exit 0; fi',
@@ -41,9 +40,16 @@ def components_of(config: Config) -> list[Component]:
             "only disaggregated runs are submitted"
         )
     cluster = config.cluster
+    student = _component("student", config.student.replicas, cluster.student)
+    teacher = _component("teacher", config.teacher.replicas, cluster.teacher)
+    # The run outlives nodes of teachers; of students Slurm would keep a job without its script.
     return [
-        _component("student", config.student.replicas, cluster.student),
-        _component("teacher", config.teacher.replicas, cluster.teacher),
+        student,
+        replace(
+            teacher,
+            options={"no-kill": True, **teacher.options},
+            srun_options=("--no-kill", *teacher.srun_options),
+        ),
     ]
 
 
@@ -56,7 +62,7 @@ def _component(role: str, replicas: int, section: ComponentSection) -> Component
         gpus_per_node=section.gpus_per_node,
         partition=section.partition,
         options=section.options,
-        srun_options=(*COMPONENT_OPTIONS, *section.srun_options),
+        srun_options=tuple(section.srun_options),
     )
 
 
@@ -79,7 +85,6 @@ def common_options(config: Config) -> dict[str, Value]:
     return {
         "time": cluster.time_min,
         "requeue": True,
-        "no-kill": True,
         "signal": f"USR2@{cluster.warning_s}",
         **cluster.options,
     }

@@ -58,7 +58,7 @@ def executor_for(config: Config, folder: RunFolder) -> HetSlurmExecutor:
         time_min=cluster.time_min,
         requeue=True,
         signal_delay_s=cluster.warning_s,
-        options={"no-kill": True, **cluster.options},
+        options=cluster.options,
         setup=[*prologue(config, folder), *BEGIN],
         srun_options=SRUN_OPTIONS,
         epilogue=epilogue(config),
