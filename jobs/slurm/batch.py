@@ -40,16 +40,9 @@ def components_of(config: Config) -> list[Component]:
             "only disaggregated runs are submitted"
         )
     cluster = config.cluster
-    student = _component("student", config.student.replicas, cluster.student)
-    teacher = _component("teacher", config.teacher.replicas, cluster.teacher)
-    # The run outlives nodes of teachers; of students Slurm would keep a job without its script.
     return [
-        student,
-        replace(
-            teacher,
-            options={"no-kill": True, **teacher.options},
-            srun_options=("--no-kill", *teacher.srun_options),
-        ),
+        _component("student", config.student.replicas, cluster.student),
+        _component("teacher", config.teacher.replicas, cluster.teacher),
     ]
 
 

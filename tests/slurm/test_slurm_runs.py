@@ -149,9 +149,6 @@ def test_a_disturbed_job_ends_with_the_same_weights(runs: Runs) -> None:
     settings = ("optim.accumulation=8", "optim.schedule=constant")
     runs.submit("run", *TWO, *settings, steps=100000)
     runs.wait_steps("run", 5)
-    runs.cluster.kill_node("teacher2")
-    wait_for(lambda: runs.cluster.nodes()["teacher2"].startswith("down"), 60, "Slurm to notice")
-    runs.cluster.start_node("teacher2")
     output = runs.command("teachers", "add", runs.folder("run"), "--nodes", "1")
     assert re.search(r"job \d+: teachers from 2 on", output)
     served = runs.folder("run") / "metrics" / "teacher-2.jsonl"
@@ -221,15 +218,16 @@ def test_cancelling_a_component_and_the_leader(runs: Runs) -> None:
     assert list((runs.folder("run") / "checkpoints").glob("step-*"))
 
 
-def test_a_dead_student_node(runs: Runs, whole: Path) -> None:
+@pytest.mark.parametrize("node", ["teacher1", "student1"])
+def test_a_dead_node(runs: Runs, whole: Path, node: str) -> None:
     """With requeue, which is the default, the run ends as if nothing had been."""
     runs.submit("run", *TWO, "cluster.student.options.exclusive=true", steps=LONG)
     runs.wait_steps("run", 6)
-    runs.cluster.kill_node("student1")
+    runs.cluster.kill_node(node)
     try:
         wait_for(lambda: "RUNNING" not in runs.states("run"), 60, "Slurm to notice")
     finally:
-        runs.cluster.start_node("student1")
+        runs.cluster.start_node(node)
     runs.wait_done("run", 150)
     runs.command("compare", runs.folder("run"), whole, "--tolerance", "0")
 
