@@ -120,7 +120,8 @@ class LocalRun:
 
     def _outcome(self) -> Outcome:
         students = {role.process.poll() for role in self._roles if role.name == "student"}
-        if self._stop_asked and students <= {None, _EXIT_STOPPED}:
+        # By the signal itself ends who has not come to handle it: there is nothing to save yet.
+        if self._stop_asked and students <= {None, _EXIT_STOPPED, -signal.SIGTERM}:
             return Outcome(130, "stopped; the same command goes on from the last checkpoint")
         if students == {0}:
             return Outcome(0, "\n".join(self._lost_teachers()))
