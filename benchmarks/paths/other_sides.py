@@ -1,6 +1,5 @@
 """What the ring is compared with: torch's gloo, ZeroMQ, and memcpy alone."""
 
-import ctypes
 import mmap
 import os
 import time
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+from paths.loop import Loops
 from paths.side import SLOTS, WAIT_S, WORD_BYTES, Side, Words, count
 
 
@@ -92,7 +92,8 @@ class ZeromqSide(_SlotSide):
 class Memory:
     """A process that copies within its own memory, or counts."""
 
-    def __init__(self) -> None:
+    def __init__(self, library: Path) -> None:
+        self._loops = Loops(library)
         self._buffers: dict[tuple[int, bool], list[Words]] = {}
 
     def copy(self, num_bytes: int, num_buffers: int, shared: bool, num_copies: int) -> float:
@@ -102,8 +103,7 @@ class Memory:
         """
         source, *targets = (words.ctypes.data for words in self._memory(num_bytes, shared))
         start_s = time.perf_counter()
-        for number in range(num_copies):
-            ctypes.memmove(targets[number % num_buffers], source, num_bytes)
+        self._loops.copy(targets[:num_buffers], source, num_bytes, num_copies)
         return time.perf_counter() - start_s
 
     def _memory(self, num_bytes: int, shared: bool) -> list[Words]:

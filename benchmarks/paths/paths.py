@@ -1,12 +1,14 @@
 """All paths that are compared, in processes that live as long as the benchmark."""
 
+import ctypes
 import math
 import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from paths.loop import build
 from paths.other_sides import GlooSide, Memory, ZeromqSide
 from paths.perftest import put_gibps
 from paths.processes import SPAWN, PinnedProcess, started
@@ -20,22 +22,42 @@ VARIANTS = {"": False, "_written_read": True}
 _TABLES = {"UCX_PROTO_INFO": "n"}  # of protocols, which a run reads and a benchmark does not
 UCX_SETTINGS = {
     "posix": ucx_settings("lo", "posix") | _TABLES,
-    "cma": ucx_settings("lo", "posix,cma") | _TABLES | {"UCX_ALLOC_PRIO": "thp,mmap,heap"},
+    "cma": ucx_settings("lo", "posix,cma") | _TABLES,
+    "cma_ordinary": ucx_settings("lo", "posix,cma") | _TABLES | {"UCX_ALLOC_PRIO": "thp,mmap,heap"},
     "tcp": ucx_settings("lo", "tcp") | _TABLES,
 }
 PATHS = (*UCX_SETTINGS, "gloo", "zeromq")
-PERFTESTS = {
-    "perftest_posix": ("posix", UCX_SETTINGS["posix"]),
-    "perftest_cma": ("cma", UCX_SETTINGS["cma"]),
-    "perftest_cma_shared": ("cma", ucx_settings("lo", "posix,cma") | _TABLES),
-    "perftest_tcp": ("tcp", UCX_SETTINGS["tcp"]),
+
+
+class Stream(NamedTuple):
+    """How a stream runs.
+
+    Attributes:
+        path: whose processes.
+        send: method of the writer.
+        receive: method of the reader.
+        arguments: for both.
+    """
+
+    path: str
+    send: str = "send"
+    receive: str = "receive"
+    arguments: tuple[int, ...] = ()
+
+
+STREAMS = {
+    **{path: Stream(path, "send_in_c", "receive_in_c", (SLOTS,)) for path in UCX_SETTINGS},
+    **{f"{path}_1_slot": Stream(path, "send_in_c", "receive_in_c", (1,)) for path in UCX_SETTINGS},
+    **{f"{path}_python": Stream(path) for path in UCX_SETTINGS},
+    "gloo": Stream("gloo"),
+    "zeromq": Stream("zeromq"),
 }
 MEMCPY = {
     "memcpy_1_buffer": (1, False),
     f"memcpy_{SLOTS}_buffers": (SLOTS, False),
     f"memcpy_{SLOTS}_shared": (SLOTS, True),
 }
-_PINGS = 500
+_PINGS = 100
 _TRICKLE_INTERVAL_S = 0.01
 
 Figures = dict[str, float]
@@ -54,13 +76,14 @@ class Paths:
             cores: of the writers and of the readers.
             sizes_mib: sizes of the messages.
             duration_s: how long a stream shall last.
-            folder: for gloo's rendezvous.
+            folder: for gloo's rendezvous and the compiled loops.
         """
         self._cores = cores
         self._duration_s = duration_s
         self._num_messages: dict[str, int] = {}
         self._elapsed_s = 0.0
         sizes = [size * MIB for size in sizes_mib]
+        library = build(folder)
 
         def pair(*sides: tuple[Any, ...]) -> Pair:
             credits = SPAWN.Semaphore(SLOTS)
@@ -70,17 +93,19 @@ class Paths:
             )
             return writer, reader
 
-        rings = UCX_SETTINGS.items()
-        self._pairs = {
-            path: pair((RingSide, settings, []), (RingSide, settings, sizes))
-            for path, settings in rings
-        }
-        self._ping_pairs = {
-            path: pair(*2 * [(RingSide, settings, [PING_BYTES])]) for path, settings in rings
-        }
+        def rings(written: list[int], read: list[int]) -> dict[str, Pair]:
+            """Start a pair for every transport, with rings of these sizes on each side."""
+            return {
+                path: pair(*((RingSide, settings, side, library, word) for side in (written, read)))
+                for path, settings in UCX_SETTINGS.items()
+                for word in [SPAWN.RawValue(ctypes.c_uint64)]
+            }
+
+        self._pairs = rings([], sizes)
+        self._ping_pairs = rings([PING_BYTES], [PING_BYTES])
         self._pairs["gloo"] = pair(*((GlooSide, folder / "gloo", rank) for rank in (0, 1)))
         self._pairs["zeromq"] = pair((ZeromqSide,), (ZeromqSide,))
-        self._memory, self._alone = (PinnedProcess(core, Memory) for core in cores)
+        self._memory, self._alone = (PinnedProcess(core, Memory, library) for core in cores)
 
     @contextmanager
     def connected(self) -> Iterator[None]:
@@ -95,15 +120,16 @@ class Paths:
             writer.call("connect", reader.call("bind"))
             yield
 
-    def streams(self, path: str, size_mib: int) -> Figures:
-        """Measure both variants of a path's stream."""
+    def streams(self, kind: str, size_mib: int) -> Figures:
+        """Measure both variants of a kind of stream."""
         figures: Figures = {}
-        writer, reader = self._pairs[path]
+        stream = STREAMS[kind]
+        writer, reader = self._pairs[stream.path]
         for variant, touched in VARIANTS.items():
-            name = f"{path}_{size_mib}mib{variant}"
+            name = f"{kind}_{size_mib}mib{variant}"
             for num_messages in self._long_enough(name):
-                for side, call in ((reader, "receive"), (writer, "send")):
-                    side.begin(call, size_mib * MIB, num_messages, touched)
+                for side, call in ((reader, stream.receive), (writer, stream.send)):
+                    side.begin(call, size_mib * MIB, num_messages, touched, *stream.arguments)
                 sent, received = writer.result(), reader.result()
                 self._elapsed_s = sent.elapsed_s
             gib = num_messages * size_mib * MIB / GIB
@@ -137,10 +163,10 @@ class Paths:
     def perftests(self, size_mib: int) -> Figures:
         """Measure ucx_perftest, each with as many messages as the ring over the same path."""
         return {
-            f"{name}_{size_mib}mib": put_gibps(
+            f"perftest_{path}_{size_mib}mib": put_gibps(
                 settings, size_mib * MIB, self._num_messages[f"{path}_{size_mib}mib"], self._cores
             )
-            for name, (path, settings) in PERFTESTS.items()
+            for path, settings in UCX_SETTINGS.items()
         }
 
     def round_trip(self, path: str) -> Figures:

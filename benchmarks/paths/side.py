@@ -30,6 +30,17 @@ class Cost:
     cpu_s: float
 
 
+class Clock:
+    """Measures what a stream costs this process, from here on."""
+
+    def __init__(self) -> None:
+        self._start_s, self._start_cpu_s = time.perf_counter(), time.process_time()
+
+    def cost(self) -> Cost:
+        """Return what it has cost until now."""
+        return Cost(time.perf_counter() - self._start_s, time.process_time() - self._start_cpu_s)
+
+
 class Side(ABC):
     """One end of a path; both ends number their messages alike."""
 
@@ -52,8 +63,7 @@ class Side(ABC):
 
     def send(self, num_bytes: int, num_messages: int, touched: bool) -> Cost:
         """Send messages as credits come back; write the source before each, if `touched`."""
-        source = self._source(num_bytes)
-        start_s, start_cpu_s = time.perf_counter(), time.process_time()
+        source, clock = self._source(num_bytes), Clock()
         for _ in range(num_messages):
             self._acquire()
             if touched:
@@ -61,20 +71,20 @@ class Side(ABC):
             self.put(source, self._next())
         for _ in range(SLOTS):
             self._acquire()
-        cost = Cost(time.perf_counter() - start_s, time.process_time() - start_cpu_s)
+        cost = clock.cost()
         for _ in range(SLOTS):
             self._credits.release()
         return cost
 
     def receive(self, num_bytes: int, num_messages: int, touched: bool) -> Cost:
         """Take messages and give credits back; read and check every word, if `touched`."""
-        start_s, start_cpu_s = time.perf_counter(), time.process_time()
+        clock = Clock()
         for _ in range(num_messages):
             sequence = self._next()
             words = self.take(num_bytes, sequence)
             assert not touched or words.sum() == sequence * len(words), "the message is damaged"
             self._credits.release()
-        return Cost(time.perf_counter() - start_s, time.process_time() - start_cpu_s)
+        return clock.cost()
 
     def ping(self, num_rounds: int) -> list[float]:
         """Send a small message and wait for the answer, again and again; return the seconds."""
@@ -113,9 +123,9 @@ class Side(ABC):
             self._sources[num_bytes] = np.ones(num_bytes // WORD_BYTES, np.uint64)
         return self._sources[num_bytes]
 
-    def _next(self) -> int:
-        self._sequence += 1
-        return self._sequence - 1
+    def _next(self, num_messages: int = 1) -> int:
+        self._sequence += num_messages
+        return self._sequence - num_messages
 
     def _acquire(self) -> None:
         if not self._credits.acquire(timeout=WAIT_S):
