@@ -34,15 +34,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import paths.root  # noqa: F401  (before transport)
-from paths.paths import (
-    MEMCPY,
-    PATHS,
-    STREAMS,
-    UCX_SETTINGS,
-    VARIANTS,
-    Figures,
-    Paths,
-)
+from paths.paths import MEMCPY, PATHS, STREAMS, UCX_SETTINGS, VARIANTS, Figures, Paths
 from paths.side import SLOTS
 from rich.console import Console
 from rich.table import Table
