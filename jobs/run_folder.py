@@ -140,16 +140,16 @@ class RunFolder:
     def write_failure(self, failure: Failure) -> None:
         """Note why the run failed; only the first failure is kept.
 
-        A run goes on without a teacher that failed; such a failure is noted beside the others, and
-        becomes the run's when a student fails for want of teachers.
+        A run goes on without a teacher that failed; such a failure is noted beside the others. It
+        becomes the run's when all teachers have failed and a student fails for that.
         """
         if failure.role == "teacher":
             self.lost_teachers.mkdir(exist_ok=True)
             _write_json(self.lost_teachers / f"{failure.rank}.json", asdict(failure))
             return
-        if failure.again:
-            causes = [cause for cause in self.teacher_failures() if not cause.again]
-            failure = next(iter(causes), failure)
+        causes = self.teacher_failures()
+        if failure.again and causes and len(causes) >= self.load().num_teachers:
+            failure = next((cause for cause in causes if not cause.again), failure)
         temporary = self.path / f".failed.{uuid.uuid4().hex}"
         _write_json(temporary, asdict(failure))
         try:

@@ -131,9 +131,15 @@ def test_state_follows_files_through_a_resume(tmp_path: Path) -> None:
     assert [p.name for p in folder.path.glob(".*")] == []
 
 
-def test_a_teacher_s_failure_is_the_run_s_when_a_student_fails_for_it(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    folder.write_failure(Failure("teacher", 1, "out of memory"))
-    assert folder.failure() is None  # the run goes on with the other one
-    folder.write_failure(Failure("student", 0, "no teacher is left", again=True))
-    assert folder.failure() == Failure("teacher", 1, "out of memory")
+def test_a_teacher_s_failure_is_the_run_s_when_all_have_failed(tmp_path: Path) -> None:
+    """Else the run had gone on without it, and something else ended it: it may start again."""
+    lost = Failure("student", 0, "another rank is lost", again=True)
+    teacher = Failure("teacher", 1, "out of memory")
+    for num_teachers, cause in ((2, lost), (1, teacher)):
+        folder = RunFolder(tmp_path / str(num_teachers))
+        settings = [f"run.folder={folder.path}", f"teacher.replicas={num_teachers}"]
+        folder.create(load_config(EXAMPLE, settings))
+        folder.write_failure(teacher)
+        assert folder.failure() is None
+        folder.write_failure(lost)
+        assert folder.failure() == cause
