@@ -12,7 +12,7 @@ import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "examples" / "tiny.toml"
-RUN_TIMEOUT_S = 100.0
+RUN_TIMEOUT_S = 200.0
 
 
 def shared_memory() -> set[str]:
@@ -84,7 +84,7 @@ class CommandLine:
         """Return the live processes that have to do with this folder."""
         return _processes(str(self.folder))
 
-    def role(self, name: str, timeout_s: float = 60.0) -> psutil.Process:
+    def role(self, name: str, timeout_s: float = 120.0) -> psutil.Process:
         """Return the process of a role of a run that goes on, as soon as it is there."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
@@ -96,7 +96,7 @@ class CommandLine:
 
 
 def wait_for(
-    condition: Callable[[], object], timeout_s: float = 60.0, what: str = "the condition"
+    condition: Callable[[], object], timeout_s: float = 120.0, what: str = "the condition"
 ) -> None:
     """Return when `condition()` is true."""
     deadline = time.monotonic() + timeout_s

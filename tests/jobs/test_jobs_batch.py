@@ -102,7 +102,7 @@ def test_cancel_ends_a_local_run_after_a_checkpoint(disaggkd: CommandLine) -> No
     metrics = folder / "metrics" / "student-0.jsonl"
     wait_for(lambda: len(read_steps(metrics)) >= 2, what="the second step")
     assert re.search(r"process \d+ was asked to save and end", disaggkd("cancel", folder))
-    process.communicate(timeout=30)
+    process.communicate(timeout=60)
     assert process.returncode == 130
     assert list((folder / "checkpoints").glob("step-*"))
     assert "nothing works on" in disaggkd("cancel", folder)

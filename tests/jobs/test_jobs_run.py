@@ -84,7 +84,7 @@ def test_an_interrupted_run_goes_on_where_it_was(disaggkd: CommandLine, whole: P
     process = disaggkd.start(*disaggkd.run_arguments("cut", *settings, steps=40))
     wait_for(lambda: _steps_done(folder) >= 3, what="the third step")
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == 130, output
     assert "stopped; the same command goes on from the last checkpoint" in output
     done = _steps_done(folder)
@@ -106,7 +106,7 @@ def test_a_killed_process_ends_the_run_with_a_clear_error(
     process = disaggkd.start(*disaggkd.run_arguments("run", *settings, steps=LONG))
     wait_for(lambda: _steps_done(folder) >= 4, what="the fourth step")
     disaggkd.role(victim).send_signal(signal.SIGKILL)
-    output, _ = process.communicate(timeout=20)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == 1
     assert f"{victim} 0 was ended by SIGKILL" in output
     reason = {
@@ -128,7 +128,7 @@ def test_a_killed_process_ends_the_run_with_a_clear_error(
     last = int(steps[-1].name.removeprefix("step-"))
     wait_for(lambda: _steps_done(folder) > last + 2, what="a step after the resume")
     resumed.send_signal(signal.SIGINT)
-    output, _ = resumed.communicate(timeout=30)
+    output, _ = resumed.communicate(timeout=60)
     assert resumed.returncode == 130, output
 
 
@@ -161,7 +161,7 @@ def test_a_second_interrupt_ends_the_run_at_once(disaggkd: CommandLine) -> None:
     time.sleep(1.0)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=20)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == 130, output
 
 
@@ -184,7 +184,7 @@ def test_a_run_that_goes_on_listens_on_loopback_alone_and_keeps_others_out(
     assert listening and set(listening) <= {"127.0.0.1", "::1"}
     assert "over tcp/lo" in _logs(folder)
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=30)
+    process.communicate(timeout=60)
 
 
 def test_an_error_in_a_child_is_shown(disaggkd: CommandLine) -> None:

@@ -13,7 +13,7 @@ from cluster import SlurmCluster
 from command_line import ROOT, CommandLine, wait_for
 from test_slurm_runs import ONE, TWO
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(200)]
+pytestmark = pytest.mark.slurm
 
 EVIL = "a 'b' \"c\" $HOME hetjob"
 
@@ -98,8 +98,8 @@ def test_the_plain_file_runs_by_hand_and_again(command: CommandLine, slurm: Slur
     slurm.run("sbatch", "--test-only", str(file))
     for _ in range(2):  # the second time there is nothing to do
         slurm.run("sbatch", str(file))
-        wait_for(lambda: (command.folder / EVIL / "done").exists(), 60, "the end of the run")
-        wait_for(lambda: not slurm.run("squeue", "--noheader").stdout, 60, "the end of the job")
+        wait_for(lambda: (command.folder / EVIL / "done").exists(), 120, "the end of the run")
+        wait_for(lambda: not slurm.run("squeue", "--noheader").stdout, 120, "the end of the job")
 
 
 def test_a_job_submitted_from_inside_another(command: CommandLine, slurm: SlurmCluster) -> None:
@@ -109,5 +109,5 @@ def test_a_job_submitted_from_inside_another(command: CommandLine, slurm: SlurmC
     outer = f"cd {shlex.quote(str(ROOT))} && {inner} >{said} 2>&1"
     slurm.run("sbatch", "--output=/dev/null", "--ntasks=3", "--mem=200", f"--wrap={outer}")
     done = command.folder / EVIL / "done"
-    wait_for(done.exists, 90, f"the end of the run, see {said},")
+    wait_for(done.exists, 120, f"the end of the run, see {said},")
     wait_for(lambda: not slurm.run("squeue", "--noheader").stdout, 30, "the end of the jobs")

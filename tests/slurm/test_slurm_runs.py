@@ -14,7 +14,7 @@ from command_line import CommandLine, wait_for
 
 from toolkit.training.metrics import read_steps
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 
 ONE = (
     "cluster.student.partition=students",
@@ -56,10 +56,10 @@ class Runs:
     def steps(self, name: str) -> int:
         return len(read_steps(self.folder(name) / "metrics" / "student-0.jsonl"))
 
-    def wait_steps(self, name: str, count: int, timeout_s: float = 60) -> None:
+    def wait_steps(self, name: str, count: int, timeout_s: float = 120) -> None:
         wait_for(lambda: self.steps(name) >= count, timeout_s, f"step {count}")
 
-    def wait_more_steps(self, name: str, timeout_s: float = 90) -> None:
+    def wait_more_steps(self, name: str, timeout_s: float = 150) -> None:
         """Wait until a step is done after this moment."""
         path, now = self.folder(name) / "metrics" / "student-0.jsonl", time.time()
         wait_for(
@@ -152,14 +152,14 @@ def test_a_disturbed_job_ends_with_the_same_weights(runs: Runs) -> None:
     output = runs.command("teachers", "add", runs.folder("run"), "--nodes", "1")
     assert re.search(r"job \d+: teachers from 2 on", output)
     served = runs.folder("run") / "metrics" / "teacher-2.jsonl"
-    wait_for(lambda: served.exists() and served.stat().st_size, 60, "an order of the new teacher")
+    wait_for(lambda: served.exists() and served.stat().st_size, 120, "an order of the new teacher")
     runs.task("run", 2).kill()
     runs.wait_more_steps("run")
     assert not list(restarts.iterdir())
     runs.cluster.restart_controller()
     runs.wait_more_steps("run")
     runs.task("run", 1).kill()
-    wait_for(lambda: list(restarts.iterdir()), 60, "a restart")
+    wait_for(lambda: list(restarts.iterdir()), 120, "a restart")
     runs.wait_more_steps("run")
     runs.cluster.run("scontrol", "requeue", str(runs.job("run")))
     runs.wait_more_steps("run")
@@ -193,7 +193,7 @@ def test_time_limits_are_survived(runs: Runs) -> None:
 
 def test_an_exception_in_one_rank_fails_the_job_with_its_traceback(runs: Runs) -> None:
     runs.submit("run", "teacher.config.hidden_act=nonsense", steps=50)
-    wait_for(lambda: not runs.states("run"), 60, "the end of the job")
+    wait_for(lambda: not runs.states("run"), 120, "the end of the job")
     state = runs.status("run")
     assert re.search(r"(teacher|student) \d failed: KeyError: 'nonsense'", state)
     failure = json.loads((runs.folder("run") / "failed").read_text())
@@ -209,11 +209,11 @@ def test_cancelling_a_component_and_the_leader(runs: Runs) -> None:
     runs.wait_steps("run", 8)  # there is a checkpoint
     runs.cluster.run("scancel", f"{runs.job('run')}+1")
     restarts = runs.folder("run") / "restarts"
-    wait_for(lambda: list(restarts.iterdir()), 60, "a restart")
+    wait_for(lambda: list(restarts.iterdir()), 120, "a restart")
     runs.wait_more_steps("run")
     assert len(list(restarts.iterdir())) == 1
     runs.cluster.run("scancel", str(runs.job("run")))
-    wait_for(lambda: not runs.states("run"), 60, "the end of the job")
+    wait_for(lambda: not runs.states("run"), 120, "the end of the job")
     assert not (runs.folder("run") / "done").exists()
     assert list((runs.folder("run") / "checkpoints").glob("step-*"))
 
@@ -225,7 +225,7 @@ def test_a_dead_node(runs: Runs, whole: Path, node: str) -> None:
     runs.wait_steps("run", 6)
     runs.cluster.kill_node(node)
     try:
-        wait_for(lambda: "RUNNING" not in runs.states("run"), 60, "Slurm to notice")
+        wait_for(lambda: "RUNNING" not in runs.states("run"), 120, "Slurm to notice")
     finally:
         runs.cluster.start_node(node)
     runs.wait_done("run", 150)
@@ -238,7 +238,7 @@ def test_a_dead_node_without_requeue(runs: Runs) -> None:
     runs.wait_steps("run", 2)
     runs.cluster.kill_node("student1")
     try:
-        wait_for(lambda: not runs.states("run"), 90, "the end of the job")
+        wait_for(lambda: not runs.states("run"), 120, "the end of the job")
     finally:
         runs.cluster.start_node("student1")
     assert not (runs.folder("run") / "done").exists()
@@ -251,5 +251,5 @@ def test_a_cluster_without_accounting(
     for runs in _runs(slurm_without_accounting, tmp_path):
         runs.submit("run", steps=5)
         runs.wait_done("run")
-        wait_for(lambda runs=runs: not runs.states("run"), 60, "the end of the job")
+        wait_for(lambda runs=runs: not runs.states("run"), 120, "the end of the job")
         assert "not in the queue" in runs.status("run")
