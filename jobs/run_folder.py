@@ -169,6 +169,16 @@ class RunFolder:
         values = _read_json(self.failed)
         return None if values is None else Failure(**values)
 
+    def add_restart(self, job: int, start: int, reason: str) -> None:
+        """Note why a Slurm job begins again, as its script does.
+
+        Args:
+            job: its id.
+            start: how often it has begun again so far.
+            reason: why.
+        """
+        _write_json(self.restarts / f"{job}-{start}.json", {"error": reason})
+
     def restart_reasons(self) -> list[str]:
         """Return why the run's jobs were started again, in order."""
         files = sorted(self.restarts.glob("*.json"), key=lambda path: path.stat().st_mtime)

@@ -13,7 +13,7 @@ from toolkit.config import ComponentSection, Config
 from toolkit.errors import InputError
 from transport.rendezvous import write_atomically
 
-SRUN_OPTIONS = ("--unbuffered", "--kill-on-bad-exit=0")
+SRUN_OPTIONS = ("--unbuffered", "--kill-on-bad-exit=0", "--no-kill")
 """A role that cannot go on saves and ends by itself; srun shall not end it first."""
 
 BEGIN = (
@@ -54,7 +54,7 @@ def _component(role: str, replicas: int, section: ComponentSection) -> Component
         cpus_per_task=section.cpus_per_task,
         gpus_per_node=section.gpus_per_node,
         partition=section.partition,
-        options=section.options,
+        options={"no-kill": True, **section.options},  # a dead node costs its tasks, not the job
         srun_options=tuple(section.srun_options),
     )
 

@@ -1,7 +1,9 @@
 """Slurm's own clients, each with a deadline, and what they answer."""
 
 import os
+import re
 import shutil
+import socket
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,6 +133,32 @@ def refuse_hopeless(job: int) -> None:
             f"job {job} would wait forever ({state.reason}), so it is cancelled: look at "
             "cluster.time_min, nodes and partitions, and at `scontrol show partition`"
         )
+
+
+def script_is_lost(job: int) -> bool:
+    """Return whether the node that runs a job's script does not answer any more.
+
+    Raises:
+        InputError: the controller does not answer.
+    """
+    host = re.search(r"BatchHost=(\S+)", call("scontrol", "show", "job", str(job)).stdout)
+    if host is None:
+        return False
+    node = call("scontrol", "show", "node", host[1]).stdout
+    address = re.search(r"NodeAddr=(\S+)", node)
+    port = re.search(r"Port=(\d+)", node)
+    if address is None or port is None:
+        return False
+    try:
+        socket.create_connection((address[1], int(port[1])), timeout=_TIMEOUT_S).close()
+    except OSError:
+        return True
+    return False
+
+
+def requeue(job: int) -> bool:
+    """Let a running job begin again; return whether Slurm does so."""
+    return call("scontrol", "requeue", str(job)).returncode == 0
 
 
 def cancel(job: int) -> None:

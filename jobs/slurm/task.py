@@ -1,12 +1,16 @@
 """A task of a run's Slurm job: which rank of its role it is, and where its output goes."""
 
+import logging
 import os
 import signal
 import sys
 from pathlib import Path
 
 from jobs.run_folder import RunFolder
+from jobs.slurm import client
 from toolkit.errors import InputError
+
+log = logging.getLogger(__name__)
 
 WARNINGS = {signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM}
 """Signals by which Slurm says that a job is to end soon."""
@@ -48,7 +52,27 @@ def run_task(role: str, folder: Path, shift: int) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, WARNINGS)
     rank = role_rank(shift)
     write_to_log(RunFolder(folder), role, rank)
-    from jobs.roles import EXIT_STOPPED, run_role
+    from jobs.roles import EXIT_FAILED, EXIT_STOPPED, run_role
 
     code = run_role(role, rank, folder)
+    if role == "teacher" and code == EXIT_FAILED:
+        _stand_in_for_script(RunFolder(folder))
     return 0 if code == EXIT_STOPPED else code
+
+
+def _stand_in_for_script(folder: RunFolder) -> None:
+    """Have the job begin again where its script was lost with the student's first node.
+
+    The job outlives dead nodes, as a run does not need any one teacher. Without its script, which
+    would do the same, it would hold its other nodes for nothing.
+    """
+    job, start = int(os.environ["SLURM_JOB_ID"]), int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    if not client.script_is_lost(job):
+        return
+    log.warning("the node of the job's script does not answer")
+    if start < folder.load().cluster.max_restarts:
+        folder.add_restart(job, start, "the node of the job's script is lost")
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm ends this task while it answers
+        if client.requeue(job):
+            return
+    client.cancel(job)

@@ -64,7 +64,7 @@ def test_nothing_is_asked_for_that_was_not_named() -> None:
     text = batch_file(config, RunFolder(Path("run")))
     assert set(re.findall(r"#SBATCH --([\w-]+)", text)) == {
         *("job-name", "output", "time", "requeue", "signal", "nodes"),
-        "ntasks-per-node",
+        *("ntasks-per-node", "no-kill"),
     }
 
 

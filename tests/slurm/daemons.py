@@ -46,11 +46,14 @@ def _await_end(process: psutil.Process) -> None:
 
 
 def _kill_tree(root: psutil.Process) -> None:
-    """Kill a daemon and its descendants; all stop before one dies, so that none reports it."""
+    """Kill a daemon and its descendants; all stop before one dies, so that none reports it.
+
+    Children die first: a stopped process group that loses its parent is continued by the kernel.
+    """
     root.suspend()
     while processes := descendants(root):
         for number in (signal.SIGSTOP, signal.SIGKILL):
-            for process in processes:
+            for process in reversed(processes):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.send_signal(number)
     root.kill()

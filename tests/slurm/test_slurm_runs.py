@@ -149,6 +149,12 @@ def test_a_disturbed_job_ends_with_the_same_weights(runs: Runs) -> None:
     settings = ("optim.accumulation=8", "optim.schedule=constant")
     runs.submit("run", *TWO, *settings, steps=100000)
     runs.wait_steps("run", 5)
+    runs.cluster.kill_node("teacher2")
+    try:
+        wait_for(lambda: "down" in runs.cluster.nodes()["teacher2"], 60, "Slurm to notice")
+        runs.wait_more_steps("run")
+    finally:
+        runs.cluster.start_node("teacher2")
     output = runs.command("teachers", "add", runs.folder("run"), "--nodes", "1")
     assert re.search(r"job \d+: teachers from 2 on", output)
     served = runs.folder("run") / "metrics" / "teacher-2.jsonl"
@@ -218,8 +224,8 @@ def test_cancelling_a_component_and_the_leader(runs: Runs) -> None:
     assert list((runs.folder("run") / "checkpoints").glob("step-*"))
 
 
-@pytest.mark.parametrize("node", ["teacher1", "student1"])
-def test_a_dead_node(runs: Runs, whole: Path, node: str) -> None:
+@pytest.mark.parametrize("node", ["student1", "student2"])
+def test_a_dead_node_of_the_student(runs: Runs, whole: Path, node: str) -> None:
     """With requeue, which is the default, the run ends as if nothing had been."""
     runs.submit("run", *TWO, "cluster.student.options.exclusive=true", steps=LONG)
     runs.wait_steps("run", 6)
@@ -230,6 +236,7 @@ def test_a_dead_node(runs: Runs, whole: Path, node: str) -> None:
         runs.cluster.start_node(node)
     runs.wait_done("run", 150)
     runs.command("compare", runs.folder("run"), whole, "--tolerance", "0")
+    assert runs.status("run").count("started again: ") == 1
 
 
 def test_a_dead_node_without_requeue(runs: Runs) -> None:
