@@ -244,17 +244,17 @@ def role(
     ] = None,
 ) -> None:
     """Be one process of a run."""
+    from jobs.processes import end, end_with_parent
+
     if shift is not None:
         from jobs.slurm.task import run_task
 
-        raise typer.Exit(run_task(name, folder, shift))
-    from jobs.processes import end_with_parent
-
+        end(run_task(name, folder, shift))
     if parent is not None:
         end_with_parent(parent)
     from jobs.roles import run_role
 
-    raise typer.Exit(run_role(name, rank, folder))
+    end(run_role(name, rank, folder))
 
 
 def _print_result(folder: Path, console: Console) -> None:

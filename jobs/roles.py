@@ -1,5 +1,6 @@
 """What the processes of a run have in common: start, signals, and how they end."""
 
+import faulthandler
 import logging
 import signal
 import sys
@@ -49,6 +50,7 @@ def run_role(role: str, rank: int, folder: Path) -> int:
     logging.basicConfig(
         level=logging.INFO, stream=sys.stdout, format="%(asctime)s %(levelname)s %(message)s"
     )
+    faulthandler.enable()  # a crash in native code leaves the stacks in the log
     disable_progress_bar()  # type: ignore[no-untyped-call]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent turns Ctrl-C into SIGTERM
     run_folder = RunFolder(folder)

@@ -1,5 +1,6 @@
 """Running the command line for real, and looking at what it leaves behind."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -63,11 +64,23 @@ class CommandLine:
         process = self.start(*arguments)
         try:
             output, _ = process.communicate(timeout=RUN_TIMEOUT_S)
+        except subprocess.TimeoutExpired as error:
+            raise AssertionError(f"{error}\n{self._stacks()}") from error
         finally:
             process.kill()
             process.wait()
         assert process.returncode == expect, output
         return output
+
+    def _stacks(self) -> str:
+        """Abort the roles that go on, and return the ends of all logs, with their stacks."""
+        for process in self.children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if " role " in " ".join(process.cmdline()):
+                    process.send_signal(signal.SIGABRT)
+                    process.wait(10)
+        logs = sorted(self.folder.glob("*/logs/*.log"))
+        return "\n".join(f"{log}:\n{log.read_text()[-5000:]}" for log in logs)
 
     def run_arguments(
         self, name: str, *overrides: str, steps: int = 6, command: str = "run"

@@ -43,8 +43,6 @@ def test_placements_compute_the_same_bit_for_bit(disaggkd: CommandLine) -> None:
     assert results[0] == results[1] == results[2]
     assert results[0].keys() == {"before", "after"}
     assert (folders[1] / "done").exists()
-    served = [folders[2] / "metrics" / f"teacher-{index}.jsonl" for index in (0, 1)]
-    assert all(path.stat().st_size for path in served)  # both teachers had a share
     assert re.search(r"is there, over .*(posix|sysv)/memory", _logs(folders[1]))
     again = disaggkd.run("one", "loss.ce_weight=0.5")
     assert "is done already" in again
