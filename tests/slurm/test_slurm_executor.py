@@ -25,9 +25,9 @@ from task_functions import (
     sleep,
 )
 
-from jobs.slurm.components import Component, sbatch_header
+from jobs.slurm.components import Component
 from jobs.slurm.executor import HetSlurmExecutor, Roles
-from jobs.slurm.job import MAX_POLL_S, HetInfoWatcher, HetSlurmJob, TaskFailure
+from jobs.slurm.job import MAX_POLL_S, HetInfoWatcher, HetSlurmJob
 from toolkit.errors import InputError
 
 pytestmark = pytest.mark.slurm
@@ -267,14 +267,6 @@ def test_accounting_knows_purged_jobs(
     assert job.get_info(mode="cache")["NodeList"] == "student1 teacher1"
 
 
-def test_components_are_folded() -> None:
-    rows = "7+0|RUNNING|a[1-2]\n7+1|CANCELLED by 0|b\n8|COMPLETED|c\n9+0|COMPLETED|d\n9+1|FAILED|e"
-    assert HetInfoWatcher().read_info(rows) == {
-        "7": {"State": "RUNNING", "NodeList": "a[1-2] b"},
-        "9": {"State": "FAILED", "NodeList": "d e"},
-    }
-
-
 def test_submits_from_inside_a_job(client: SlurmCluster, tmp_path: Path) -> None:
     script = tmp_path / "inside.py"
     script.write_text(INSIDE)
@@ -360,38 +352,7 @@ def test_the_script_is_the_golden_one_and_passes(client: SlurmCluster, tmp_path:
     subprocess.run(["bash", "-n", GOLDEN], check=True)
 
 
-def test_a_script_needs_no_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")
-    executor = HetSlurmExecutor("/shared")
-    executor.set_components([STUDENT, TEACHER])
-    script = executor.script("echo 'a b'")
-    assert script.count("task echo 'a b'") == 2
-    assert not re.search(r"--(mem|wckey|requeue|no-requeue)\b", script)
-
-
-def test_bad_input_is_told(tmp_path: Path) -> None:
-    executor = HetSlurmExecutor(tmp_path)
-    with pytest.raises(InputError, match="would replace %j"):
-        HetSlurmExecutor(tmp_path / "%j")
-    with pytest.raises(InputError, match="unknown parameter partition: choose from job_name"):
-        executor.update_parameters(partition="students")
-    for components in ([STUDENT], [STUDENT, STUDENT], [STUDENT, Component("a b")]):
-        with pytest.raises(InputError, match="two or more, each with a role of its own"):
-            executor.set_components(components)
-    executor.set_components([STUDENT, TEACHER])
-    executor.update_parameters(environment={"A B": "c"})
-    with pytest.raises(InputError, match="'A B' is no name of a variable"):
-        executor.script()
-    for value in ("a hetjob", "a\nb"):
-        with pytest.raises(InputError, match="Slurm cannot read the option"):
-            sbatch_header([STUDENT], {"comment": value}, {})
-
-
 def test_each_role_needs_its_function(client: SlurmCluster, tmp_path: Path) -> None:
     executor = executor_in(tmp_path)
     with pytest.raises(InputError, match=r"functions for the roles \['student'\]"):
         executor.submit(Roles(student=run_number))
-
-
-def test_failures_read_well() -> None:
-    assert str(TaskFailure("teacher", 3, "why")) == "teacher 3 failed first:\nwhy"
