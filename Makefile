@@ -11,7 +11,7 @@ demo: env .cache/python-docs.bin
 	$(BIN)/disaggkd run examples/smollm2.toml --set run.folder=$(RUN)
 
 test: env
-	$(BIN)/python -m pytest -m "not alone" --numprocesses logical --maxprocesses 4 $(PYTEST)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not alone" --numprocesses logical --maxprocesses 4 $(PYTEST)
 	$(BIN)/python -m pytest -m alone $(PYTEST) || [ $$? = 5 ] # 5: none of those chosen is
 
 check: env
