@@ -150,14 +150,7 @@ class RunFolder:
         causes = self.teacher_failures()
         if failure.again and causes and len(causes) >= self.load().num_teachers:
             failure = next((cause for cause in causes if not cause.again), failure)
-        temporary = self.path / f".failed.{uuid.uuid4().hex}"
-        _write_json(temporary, asdict(failure))
-        try:
-            os.link(temporary, self.failed)
-        except FileExistsError:
-            pass
-        finally:
-            temporary.unlink()
+        _write_once(self.failed, asdict(failure))
 
     def teacher_failures(self) -> list[Failure]:
         """Return why teachers of this start failed."""
@@ -169,15 +162,18 @@ class RunFolder:
         values = _read_json(self.failed)
         return None if values is None else Failure(**values)
 
-    def add_restart(self, job: int, start: int, reason: str) -> None:
-        """Note why a Slurm job begins again, as its script does.
+    def add_restart(self, job: int, start: int, reason: str) -> bool:
+        """Note why a Slurm job begins again, as its script does, unless somebody has.
 
         Args:
             job: its id.
             start: how often it has begun again so far.
             reason: why.
+
+        Returns:
+            Whether this was the first note of this start.
         """
-        _write_json(self.restarts / f"{job}-{start}.json", {"error": reason})
+        return _write_once(self.restarts / f"{job}-{start}.json", {"error": reason})
 
     def restart_reasons(self) -> list[str]:
         """Return why the run's jobs were started again, in order."""
@@ -217,6 +213,19 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     return values
+
+
+def _write_once(path: Path, values: dict[str, Any]) -> bool:
+    """Write a file that is not there yet; return whether it was not."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    _write_json(temporary, values)
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return False
+    finally:
+        temporary.unlink()
+    return True
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:

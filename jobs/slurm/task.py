@@ -64,15 +64,13 @@ def _stand_in_for_script(folder: RunFolder) -> None:
     """Have the job begin again where its script was lost with the student's first node.
 
     The job outlives dead nodes, as a run does not need any one teacher. Without its script, which
-    would do the same, it would hold its other nodes for nothing.
+    would do the same, it would hold its other nodes for nothing. One of its teachers acts.
     """
     job, start = int(os.environ["SLURM_JOB_ID"]), int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-    if not client.script_is_lost(job):
+    reason = "the node of the job's script is lost"
+    if not client.script_is_lost(job) or not folder.add_restart(job, start, reason):
         return
-    log.warning("the node of the job's script does not answer")
-    if start < folder.load().cluster.max_restarts:
-        folder.add_restart(job, start, "the node of the job's script is lost")
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm ends this task while it answers
-        if client.requeue(job):
-            return
-    client.cancel(job)
+    log.warning(reason)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm ends this task while it answers
+    if start >= folder.load().cluster.max_restarts or not client.requeue(job):
+        client.cancel(job)

@@ -224,19 +224,20 @@ def test_cancelling_a_component_and_the_leader(runs: Runs) -> None:
     assert list((runs.folder("run") / "checkpoints").glob("step-*"))
 
 
-@pytest.mark.parametrize("node", ["student1", "student2"])
-def test_a_dead_node_of_the_student(runs: Runs, whole: Path, node: str) -> None:
+def test_dead_nodes_of_the_student(runs: Runs, whole: Path) -> None:
     """With requeue, which is the default, the run ends as if nothing had been."""
     runs.submit("run", *TWO, "cluster.student.options.exclusive=true", steps=LONG)
     runs.wait_steps("run", 6)
-    runs.cluster.kill_node(node)
-    try:
-        wait_for(lambda: "RUNNING" not in runs.states("run"), 120, "Slurm to notice")
-    finally:
-        runs.cluster.start_node(node)
+    for node in ("student2", "student1"):  # the second has the batch script
+        runs.cluster.kill_node(node)
+        try:
+            wait_for(lambda: "RUNNING" not in runs.states("run"), 120, "a restart")
+        finally:
+            runs.cluster.start_node(node)
+        runs.wait_more_steps("run")
     runs.wait_done("run", 150)
     runs.command("compare", runs.folder("run"), whole, "--tolerance", "0")
-    assert runs.status("run").count("started again: ") == 1
+    assert runs.status("run").count("started again: ") == 2
 
 
 def test_a_dead_node_without_requeue(runs: Runs) -> None:
