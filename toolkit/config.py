@@ -83,14 +83,26 @@ class StudentSection(ModelSection):
 
 
 class LossSection(Section):
-    """The distillation loss: `kd_weight * KD + ce_weight * CE`, a mean over labelled tokens."""
+    """The distillation loss: a mean of KD, cross-entropy and z-loss over labelled tokens."""
 
-    divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
+    divergence: Literal[
+        "forward_kl",
+        "reverse_kl",
+        "symmetric_kl",
+        "jsd",
+        "skew_forward_kl",
+        "skew_reverse_kl",
+        "total_variation",
+    ] = "forward_kl"
     beta: float = Field(default=0.5, gt=0.0, lt=1.0)
     """Weight of the teacher in the mixture of `jsd`."""
+    skew: float = Field(default=0.1, gt=0.0, lt=1.0)
+    """Weight of the model that a skew divergence compares with the mixture."""
     temperature: PositiveFloat = 1.0
     kd_weight: NonNegativeFloat = 1.0
     ce_weight: NonNegativeFloat = 0.0
+    z_loss: NonNegativeFloat = 0.0
+    """Weight of the squared log sum exp of the student's logits."""
     tau_squared: bool = False
     """Multiply KD by temperature squared (Hinton et al. 2015, arXiv:1503.02531)."""
     window_rows: PositiveInt = 1024

@@ -6,7 +6,7 @@ Shapes: T tokens, R rows of a window, S columns of a shard, V vocabulary.
 import torch
 from torch import Tensor
 
-from toolkit.losses.distillation import check_models
+from toolkit.losses.checks import check_models
 from toolkit.losses.windows import logits_into, spans
 from toolkit.models.heads import LMHead
 

@@ -9,7 +9,8 @@ A row's state is 8 numbers `[R, 8]`, with u = (zt - mt) / tau and v = (zs - ms) 
 
     mt, sum e^u, ms, sum e^v, sum e^u (u - v), sum e^v (v - u), sum e^(zs - ms), zs of the label
 
-The maxima mt and ms are kept undivided by tau, hence exact, and serve temperature 1 (for CE) too.
+The maxima mt and ms are kept undivided by tau, hence exact, and serve temperature 1 (for CE and
+z-loss) too.
 The cross terms are centred: logits with a large common offset lose no digits in them.
 """
 
@@ -21,9 +22,9 @@ from torch import Tensor
 from toolkit.losses.divergences import (
     Objective,
     expectation,
-    jsd_terms,
     kl_from_statistics,
     logit_gradient,
+    second_pass_sums,
 )
 
 LOWEST = -1e30
@@ -51,9 +52,14 @@ class RowResults(NamedTuple):
     constants: Tensor
     """`[R, 5]`: mt, log sum e^u, ms, log sum e^v, log sum e^(zs - ms)."""
     sums: Tensor
-    """`[R, 2]`: KD, and the mean that `logit_gradient` subtracts."""
+    """`[R, 2]`: KD, and the mean of the slope that `logit_gradient` subtracts."""
     ce: Tensor
     """`[R]` cross-entropy."""
+
+    @property
+    def log_normalizer(self) -> Tensor:
+        """`[R]` log sum e^zs, which the z-loss squares."""
+        return self.constants[:, 2] + self.constants[:, 4]
 
 
 class RowKernels(Protocol):
@@ -69,9 +75,17 @@ class RowKernels(Protocol):
         """Add a tile's part to `results.sums`, in place."""
 
     def gradient(
-        self, tile: Tile, labels: Tensor, objective: Objective, results: RowResults
+        self,
+        tile: Tile,
+        labels: Tensor,
+        objective: Objective,
+        results: RowResults,
+        weights: Tensor | None = None,
     ) -> None:
-        """Overwrite the student's logits with dloss/d(hidden W^T + bias)."""
+        """Overwrite the student's logits with dloss/d(hidden W^T + bias).
+
+        `weights` `[R]`, in the dtype of the statistics, multiply the whole gradient of a row.
+        """
 
 
 def empty_state(rows: int, like: Tensor) -> Tensor:
@@ -117,22 +131,33 @@ def finish(state: Tensor, objective: Objective) -> RowResults:
         sums[:, 0] = kl_from_statistics(forward, teacher_z, student_z)
     elif objective.divergence == "reverse_kl":
         sums[:] = kl_from_statistics(reverse, student_z, teacher_z)[:, None]
+    elif objective.divergence == "symmetric_kl":
+        sums[:] = kl_from_statistics(reverse, student_z, teacher_z)[:, None]
+        sums[:, 0] += kl_from_statistics(forward, teacher_z, student_z)
     return RowResults(constants, sums, (student_max - label) + ce_z.log())
 
 
 def sums(tile: Tile, objective: Objective, results: RowResults) -> None:
     """Add a tile's part to the sums of the second pass; see `RowKernels`."""
     log_p, log_q = _log_probabilities(tile, objective, results)
-    results.sums.add_(torch.stack(jsd_terms(log_p, log_q, objective.beta), dim=1))
+    results.sums.add_(second_pass_sums(objective, log_p, log_q))
 
 
-def gradient(tile: Tile, labels: Tensor, objective: Objective, results: RowResults) -> None:
+def gradient(
+    tile: Tile,
+    labels: Tensor,
+    objective: Objective,
+    results: RowResults,
+    weights: Tensor | None = None,
+) -> None:
     """Overwrite the student's logits with their gradient; see `RowKernels`."""
     log_p, log_q = _log_probabilities(tile, objective, results)
     result = logit_gradient(objective, log_p, log_q, results.sums[:, 1:])
     result *= objective.kd_factor / objective.temperature * objective.scale
-    if objective.ce_factor:
-        _add_ce_gradient(result, tile, labels, objective, results)
+    if objective.ce_factor or objective.z_factor:
+        _add_softmax_gradient(result, tile, labels, objective, results)
+    if weights is not None:
+        result *= weights[:, None]
     if objective.softcap is not None:
         result *= 1 - (tile.student.to(result.dtype) / objective.softcap).square_()
     tile.student.copy_(result)
@@ -184,17 +209,19 @@ def _log_probabilities(
     return log_p.sub_(log_teacher_z[:, None]), log_q.sub_(log_student_z[:, None])
 
 
-def _add_ce_gradient(
+def _add_softmax_gradient(
     result: Tensor, tile: Tile, labels: Tensor, objective: Objective, results: RowResults
 ) -> None:
+    """Add the gradient of cross-entropy and z-loss."""
     _, _, student_max, _, log_ce_z = results.constants.unbind(1)
-    factor = objective.ce_factor * objective.scale
+    label_factor = objective.ce_factor * objective.scale
+    factor = label_factor + 2 * objective.z_factor * objective.scale * results.log_normalizer
     log_softmax = _centred(tile.student, student_max).sub_(log_ce_z[:, None])
-    result += log_softmax.exp_().mul_(factor)
+    result += log_softmax.exp_().mul_(factor[:, None])
     # Gathered and scattered, not scatter_add_: the latter is atomic on CUDA.
     column, inside = _label_column(tile, labels)
     label = result.gather(1, column)
-    result.scatter_(1, column, torch.where(inside[:, None], label - factor, label))
+    result.scatter_(1, column, torch.where(inside[:, None], label - label_factor, label))
 
 
 def _centred(logits: Tensor, maximum: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from toolkit.losses import rows
 from toolkit.losses.divergences import Objective
-from toolkit.losses.rows import RowKernels, Tile
+from toolkit.losses.rows import RowKernels, RowResults, Tile
 from toolkit.models.heads import LMHead
 
 
@@ -51,6 +51,7 @@ class WindowedLoss:
         teacher_head: the teacher's head, of the dtype of its hidden states.
         labels: `[N]` int64 in [0, V).
         token_index: `[N]` int64, which of the T tokens the labels belong to.
+        weights: `[N]` factors of the tokens in the dtype of the statistics, or None.
         objective: what is computed from the logits.
         window_rows: R.
         shard_columns: S.
@@ -63,13 +64,14 @@ class WindowedLoss:
     teacher_head: LMHead
     labels: Tensor
     token_index: Tensor
+    weights: Tensor | None
     objective: Objective
     window_rows: int
     shard_columns: int
     kernels: RowKernels = rows
 
     def compute(self) -> tuple[Tensor, Tensor]:
-        """Return the loss (scalar, differentiable) and the sums `[2]` of KD and CE (float64)."""
+        """Return the loss (scalar, differentiable) and the sums `[3]` of KD, CE and z (float64)."""
         head = self.student_head
         if not torch.is_grad_enabled():
             return self.run(None)
@@ -79,17 +81,19 @@ class WindowedLoss:
 
     def run(self, gradients: "Gradients | None") -> tuple[Tensor, Tensor]:
         """Compute the loss and the sums, and add up the gradients where they are wanted."""
-        sums = torch.zeros(2, dtype=torch.float64, device=self.student_hidden.device)
+        sums = torch.zeros(3, dtype=torch.float64, device=self.student_hidden.device)
         buffers = self._buffers()
         for window in spans(len(self.labels), self.window_rows):
             sums += self._run_window(window, buffers, gradients)
-        loss = self.objective.kd_factor * sums[0] + self.objective.ce_factor * sums[1]
-        return loss.to(rows.statistics_dtype(self.student_hidden)), sums
+        factors = (self.objective.kd_factor, self.objective.ce_factor, self.objective.z_factor)
+        loss = torch.stack([factor * total for factor, total in zip(factors, sums, strict=True)])
+        return loss.sum().to(rows.statistics_dtype(self.student_hidden)), sums
 
     def _run_window(
         self, window: slice, buffers: list[Tile], gradients: "Gradients | None"
     ) -> Tensor:
         index, labels = self.token_index[window], self.labels[window]
+        weights = None if self.weights is None else self.weights[window]
         hidden = self.student_hidden.index_select(0, index)
         state = rows.empty_state(len(index), hidden)
         tiles = []
@@ -102,9 +106,9 @@ class WindowedLoss:
                 self.kernels.sums(tile, self.objective, results)
         if gradients is not None:
             for tile in tiles:
-                self.kernels.gradient(tile, labels, self.objective, results)
+                self.kernels.gradient(tile, labels, self.objective, results, weights)
             gradients.add(hidden, index, tiles)
-        return torch.stack([results.sums[:, 0], results.ce]).sum(1, dtype=torch.float64)
+        return _row_sums(results, weights)
 
     def _buffers(self) -> list[Tile]:
         window_rows = min(self.window_rows, len(self.labels))
@@ -158,6 +162,14 @@ class Gradients:
                 _add_product(self.weight[tile.columns], tile.student.t(), hidden)
             if self.bias is not None:
                 self.bias[tile.columns] += tile.student.sum(0, dtype=self._sum_dtype)
+
+
+def _row_sums(results: RowResults, weights: Tensor | None) -> Tensor:
+    """Return the sums `[3]` of KD, CE and squared log-normalizers over the rows."""
+    terms = torch.stack([results.sums[:, 0], results.ce, results.log_normalizer.square()])
+    if weights is not None:
+        terms *= weights
+    return terms.sum(1, dtype=torch.float64)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -7,7 +7,8 @@ from transformers import PreTrainedModel
 from toolkit.config import LossSection
 from toolkit.data.batches import Batch
 from toolkit.losses.agreement import top1_agreement
-from toolkit.losses.distillation import LossOptions, LossSums, distillation_loss
+from toolkit.losses.distillation import LossSums, distillation_loss
+from toolkit.losses.options import LossOptions
 from toolkit.models.heads import LMHead, head_of
 from toolkit.models.load import body_of
 from toolkit.teacher.forward import hidden_states

@@ -1,23 +1,28 @@
 """What the front door refuses, and what it says."""
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
-from loss_cases import make_case, options_for
+from loss_cases import loss_of, make_case, options_for
 
 from toolkit.config import LossSection
 from toolkit.errors import InputError
-from toolkit.losses.distillation import LossOptions, distillation_loss
+from toolkit.losses.divergences import Divergence
+from toolkit.losses.options import LossOptions
 from toolkit.models.heads import LMHead
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"divergence": "tv"}, "divergence = 'tv': choose one of forward_kl, reverse_kl, jsd"),
+        ({"divergence": "tv"}, "divergence = 'tv': choose one of .* jsd, .* total_variation"),
         ({"beta": 0.0}, r"beta = 0.0 .* forward_kl \(beta 0\)"),
         ({"beta": 1.0}, r"beta = 1.0 .* reverse_kl \(beta 1\)"),
+        ({"skew": 0.0}, "skew = 0.0 .* use divergence forward_kl or reverse_kl"),
+        ({"skew": 1.0}, "skew = 1.0 must lie between 0 and 1"),
+        ({"z_loss": -1.0}, "z_loss = -1.0 must be 0 or more"),
         ({"temperature": 0.0}, "temperature = 0.0 must be positive"),
         ({"temperature": float("nan")}, "temperature = nan"),
         ({"kd_weight": -1.0}, "kd_weight = -1.0 must be 0 or more"),
@@ -33,6 +38,7 @@ def test_options(options, message):
 
 def test_options_take_the_section_of_the_configuration():
     assert LossOptions(**LossSection().model_dump()) == LossOptions("forward_kl")
+    assert get_args(LossSection.model_fields["divergence"].annotation) == get_args(Divergence)
 
 
 def with_label(case, label):
@@ -81,33 +87,30 @@ def with_label(case, label):
             ),
             "student's hidden states are torch.float32 but its head is torch.float64",
         ),
+        (
+            lambda case: replace(case, weights=torch.ones(22)),
+            r"weights have shape \[22\] .* give \[23\] of a floating dtype",
+        ),
+        (lambda case: replace(case, weights=case.labels), "dtype torch.int64: give"),
+        (lambda case: replace(case, weights=torch.ones(23).requires_grad_()), "detach them"),
     ],
 )
 def test_tensors(change, message):
     case = change(make_case())
     with pytest.raises(InputError, match=message):
-        distillation_loss(
-            case.student_hidden,
-            case.student_head,
-            case.teacher_hidden,
-            case.teacher_head,
-            case.labels,
-            options_for("jsd"),
-        )
+        loss_of(case, options_for("jsd"))
 
 
 @pytest.mark.parametrize("num_tokens", [0, torch.tensor(0), -3])
 def test_num_tokens(num_tokens):
-    case = make_case()
-    arguments = (case.student_hidden, case.student_head, case.teacher_hidden, case.teacher_head)
     with pytest.raises(InputError, match=r"num_tokens = .* with 18 labelled tokens"):
-        distillation_loss(*arguments, case.labels, options_for("jsd"), num_tokens=num_tokens)
+        loss_of(make_case(), options_for("jsd"), num_tokens=num_tokens)
 
 
 def test_other_ignore_index():
     case = with_label(make_case(), 5)
     other = replace(case, labels=torch.where(case.labels == -100, 5, case.labels))
-    arguments = (case.student_hidden, case.student_head, case.teacher_hidden, case.teacher_head)
-    sums = distillation_loss(*arguments, other.labels, options_for("jsd", ignore_index=5))
-    ignored = torch.where(case.labels == 5, -100, case.labels)
-    assert sums == distillation_loss(*arguments, ignored, options_for("jsd"))
+    ignored = replace(case, labels=torch.where(case.labels == 5, -100, case.labels))
+    assert loss_of(other, options_for("jsd", ignore_index=5)) == loss_of(
+        ignored, options_for("jsd")
+    )

@@ -4,11 +4,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from loss_cases import DIVERGENCES, fused, make_case, options_for, oracle, relative
+from loss_cases import (
+    DIVERGENCES,
+    fused,
+    loss_of,
+    make_case,
+    options_for,
+    oracle,
+    relative,
+    with_leaves,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.losses import rows
-from toolkit.losses.distillation import distillation_loss
 
 SINGLES = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)]
 
@@ -26,39 +34,16 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-def loss_of(case, options, **kwargs):
-    return distillation_loss(
-        case.student_hidden,
-        case.student_head,
-        case.teacher_hidden,
-        case.teacher_head,
-        case.labels,
-        options,
-        **kwargs,
-    )
-
-
-def with_leaves(case, hidden=False, weight=False, bias=False):
-    head = case.student_head
-    student_head = replace(
-        head,
-        weight=head.weight.clone().requires_grad_(weight),
-        bias=head.bias.clone().requires_grad_(bias),
-    )
-    student_hidden = case.student_hidden.clone().requires_grad_(hidden)
-    return replace(case, student_hidden=student_hidden, student_head=student_head)
-
-
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_calls_with_a_common_count_sum_to_one_call(divergence):
-    case, options = make_case(), options_for(divergence)
+    case, options = make_case(weighted=True), options_for(divergence)
     whole, whole_gradients = fused(case, options)
     count = whole.num_tokens
     parts = [
         fused(case.rows(part), options, num_tokens=torch.tensor(count))
         for part in (slice(0, 10), slice(10, 23))
     ]
-    for name in ("loss", "kd", "ce"):
+    for name in ("loss", "kd", "ce", "z"):
         total = sum(getattr(sums, name) for sums, _ in parts)
         assert relative(total, getattr(whole, name).double()) < 1e-6
     assert sum(sums.num_tokens for sums, _ in parts) == count
@@ -113,14 +98,13 @@ def test_without_gradients_only_the_statistics(monkeypatch, grad_enabled, traine
     with torch.set_grad_enabled(grad_enabled):
         sums = loss_of(leaves, options)
     assert not sums.loss.requires_grad
-    assert (sums.loss, sums.kd, sums.ce) == expected[:3]
+    assert sums == expected
 
 
 def test_sums_carry_no_gradient():
     sums = loss_of(with_leaves(make_case(), hidden=True), options_for("jsd"))
     assert sums.loss.requires_grad
-    assert not sums.kd.requires_grad
-    assert not sums.ce.requires_grad
+    assert not any(total.requires_grad for total in (sums.kd, sums.ce, sums.z))
 
 
 def test_backward_scales_and_repeats():
@@ -156,9 +140,9 @@ def test_gradients_pass_on_to_what_made_the_hidden_states():
 
 
 def test_many_windows_and_shards_lose_no_accuracy_in_bfloat16():
-    case = make_case(200, 64, dtypes=SINGLES[1])
+    case = make_case(80, 32, dtypes=SINGLES[1])
     errors = []
-    for window_rows, shard_columns in ((200, 64), (1, 1)):
+    for window_rows, shard_columns in ((80, 32), (1, 1)):
         options = options_for("forward_kl", window_rows=window_rows, shard_columns=shard_columns)
         pairs = zip(fused(case, options)[1], oracle(case, options)[1], strict=True)
         errors.append([relative(gradient, reference) for gradient, reference in pairs])
