@@ -105,7 +105,11 @@ class LossSection(Section):
     """Weight of the squared log sum exp of the student's logits."""
     tau_squared: bool = False
     """Multiply KD by temperature squared (Hinton et al. 2015, arXiv:1503.02531)."""
-    window_rows: PositiveInt = 1024
+    strategy: Literal["auto", "windows", "recompute"] = "auto"
+    memory_budget_mib: PositiveInt = 1024
+    """Memory that the loss may take at a time, above its inputs and gradients."""
+    window_rows: PositiveInt | None = None
+    """Tokens of a window; by default as many as fit the budget."""
     shard_columns: PositiveInt = 16384
 
 

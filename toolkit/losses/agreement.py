@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from toolkit.losses.checks import check_models
-from toolkit.losses.windows import logits_into, spans
+from toolkit.losses.inputs import logits_into, spans
 from toolkit.models.heads import LMHead
 
 
@@ -18,8 +18,8 @@ def top1_agreement(
     teacher_hidden: Tensor,
     teacher_head: LMHead,
     *,
-    window_rows: int,
-    shard_columns: int,
+    window_rows: int = 1024,
+    shard_columns: int = 16384,
 ) -> Tensor:
     """Return the number of tokens for which both heads rank the same token first.
 

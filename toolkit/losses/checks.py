@@ -76,3 +76,15 @@ def check_weights(weights: Tensor | None, tokens: int) -> None:
         )
     if weights.requires_grad:
         raise InputError("weights require a gradient, but none reaches them: detach them")
+
+
+def check_weight_grad(weight_grad: Tensor | None, weight: Tensor) -> None:
+    """Refuse a buffer that the gradient of the head cannot be added to, with an `InputError`."""
+    if weight_grad is None:
+        return
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    if weight_grad.shape != weight.shape or weight_grad.dtype != dtype:
+        raise InputError(
+            f"weight_grad has shape {list(weight_grad.shape)} and dtype {weight_grad.dtype}: give"
+            f" {list(weight.shape)} of {dtype}"
+        )

@@ -1,18 +1,28 @@
-"""The front door of the loss: checks what it is given, then computes in windows.
+"""The front door of the loss: checks what it is given, plans, then computes.
 
 Shapes: T tokens, Hs and Ht hidden sizes of student and teacher, V vocabulary.
 """
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from toolkit.errors import InputError
-from toolkit.losses.checks import check_models, check_weights, labelled_tokens
+from toolkit.losses import rows
+from toolkit.losses.checks import (
+    check_models,
+    check_weight_grad,
+    check_weights,
+    labelled_tokens,
+)
 from toolkit.losses.divergences import Objective
+from toolkit.losses.inputs import LossInputs
 from toolkit.losses.options import LossOptions
+from toolkit.losses.plan import Plan, Sizes, make_plan
+from toolkit.losses.recompute import RecomputeFunction
 from toolkit.losses.rows import statistics_dtype
-from toolkit.losses.windows import WindowedLoss
+from toolkit.losses.windows import WindowsFunction
 from toolkit.models.heads import LMHead
 
 
@@ -45,11 +55,12 @@ def distillation_loss(
     *,
     weights: Tensor | None = None,
     num_tokens: float | Tensor | None = None,
+    weight_grad: Tensor | None = None,
 ) -> LossSums:
     """Return the distillation loss of a batch, exact over the whole vocabulary.
 
     Gradients flow to the student's hidden states and to the weight and bias of its head, where
-    these require them; never to the teacher. They are computed together with the loss.
+    these require them; never to the teacher.
 
     Args:
         student_hidden: `[T, Hs]`, float64, float32 or bfloat16, the dtype of the head's weight.
@@ -61,18 +72,22 @@ def distillation_loss(
         weights: `[T]`, any floating dtype, factors of the tokens' losses; constants, by default 1.
         num_tokens: what the loss is divided by, for a mean over several calls or processes; by
             default the labelled tokens of this call, whatever their weights.
+        weight_grad: `[V, Hs]` float32 (float64 for a float64 student), to which the gradient of
+            the head's weight is added; autograd then gets none for it. Strategy `windows` adds in
+            forward already: backward must then begin at the loss itself.
 
     Returns:
         The loss and its sums; all 0 if no token is labelled.
 
     Raises:
-        InputError: shapes, dtypes, vocabularies, labels or weights do not fit, or num_tokens is not
-            positive.
+        InputError: shapes, dtypes, vocabularies, labels or weights do not fit, num_tokens is not
+            positive, or the memory budget is too small.
     """
     check_models(student_hidden, student_head, teacher_hidden, teacher_head)
     tokens, vocab_size = len(student_hidden), student_head.vocab_size
     token_index = labelled_tokens(labels, tokens, vocab_size, options.ignore_index)
     check_weights(weights, tokens)
+    check_weight_grad(weight_grad, student_head.weight)
     count = len(token_index)
     divisor = float(count if num_tokens is None else num_tokens)
     if count and not divisor > 0:
@@ -81,7 +96,7 @@ def distillation_loss(
             " labelled tokens of all calls that share the mean"
         )
     dtype = statistics_dtype(student_hidden)
-    loss = WindowedLoss(
+    inputs = LossInputs(
         student_hidden=student_hidden,
         student_head=student_head,
         teacher_hidden=teacher_hidden,
@@ -90,11 +105,40 @@ def distillation_loss(
         token_index=token_index,
         weights=None if weights is None else weights[token_index].to(dtype),
         objective=_objective(options, student_head, divisor if count else 1.0),
+    )
+    value, (kd, ce, z) = _compute(inputs, _plan(inputs, options, weight_grad), weight_grad)
+    return LossSums(value, kd, ce, z, count)
+
+
+def _compute(inputs: LossInputs, plan: Plan, weight_grad: Tensor | None) -> tuple[Tensor, Tensor]:
+    head = inputs.student_head
+    leaves: tuple[Tensor | None, ...] = (inputs.student_hidden, head.weight, head.bias)
+    if not torch.is_grad_enabled():  # else the functions would see that gradients are needed
+        leaves = tuple(None if leaf is None else leaf.detach() for leaf in leaves)
+    function = WindowsFunction if plan.strategy == "windows" else RecomputeFunction
+    return function.apply(*leaves, inputs, plan, weight_grad)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _plan(inputs: LossInputs, options: LossOptions, weight_grad: Tensor | None) -> Plan:
+    student, teacher = inputs.student_hidden, inputs.teacher_hidden
+    weight = inputs.student_head.weight
+    sizes = Sizes(
+        num_tokens=len(student),
+        num_rows=len(inputs.labels),
+        vocab_size=inputs.vocab_size,
+        hidden_sizes=(student.shape[1], teacher.shape[1]),
+        itemsizes=(student.itemsize, teacher.itemsize),
+        sum_itemsize=statistics_dtype(student).itemsize,
+        own_weight_grad=weight_grad is None and weight.requires_grad and torch.is_grad_enabled(),
+        workspace_bytes=rows.workspace_bytes(student) if inputs.kernels is rows else 0,
+    )
+    return make_plan(
+        sizes,
+        strategy=options.strategy,
+        budget_mib=options.memory_budget_mib,
         window_rows=options.window_rows,
         shard_columns=options.shard_columns,
     )
-    value, (kd, ce, z) = loss.compute()
-    return LossSums(value, kd, ce, z, count)
 
 
 def _objective(options: LossOptions, student_head: LMHead, divisor: float) -> Objective:

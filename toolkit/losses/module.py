@@ -25,6 +25,7 @@ class DistillationLoss(nn.Module):
         *,
         weights: Tensor | None = None,
         num_tokens: float | Tensor | None = None,
+        weight_grad: Tensor | None = None,
     ) -> LossSums:
         """Return the loss of a batch; arguments and errors are those of `distillation_loss`."""
         return distillation_loss(
@@ -36,6 +37,7 @@ class DistillationLoss(nn.Module):
             self.options,
             weights=weights,
             num_tokens=num_tokens,
+            weight_grad=weight_grad,
         )
 
     def extra_repr(self) -> str:

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import get_args
+from typing import Literal, get_args
 
 from toolkit.errors import InputError
 from toolkit.losses.divergences import Divergence
@@ -24,8 +24,12 @@ class LossOptions:
             2022, arXiv:2204.02311).
         tau_squared: multiply KD by temperature squared (Hinton et al. 2015, arXiv:1503.02531).
         ignore_index: label of tokens that do not count.
-        window_rows: tokens whose logits exist at a time.
-        shard_columns: tokens of the vocabulary that one matrix product covers.
+        strategy: `windows` keeps the logits of some tokens for the whole vocabulary; `recompute`
+            those of all tokens for a part of it, computed twice; `auto` decides by the budget.
+        memory_budget_mib: limit of the memory that a call takes at a time, above its inputs and
+            gradients, see `toolkit.losses.plan.transient_bytes`.
+        window_rows: tokens of a window, whatever the budget; by default as many as fit.
+        shard_columns: tokens of the vocabulary that one matrix product covers, at most.
     """
 
     divergence: Divergence
@@ -37,7 +41,9 @@ class LossOptions:
     z_loss: float = 0.0
     tau_squared: bool = False
     ignore_index: int = -100
-    window_rows: int = 1024
+    strategy: Literal["auto", "windows", "recompute"] = "auto"
+    memory_budget_mib: int = 1024
+    window_rows: int | None = None
     shard_columns: int = 16384
 
     def __post_init__(self) -> None:
@@ -61,6 +67,16 @@ class LossOptions:
         for name in ("kd_weight", "ce_weight", "z_loss"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise InputError(f"{name} = {getattr(self, name)} must be 0 or more, and finite")
-        for name in ("window_rows", "shard_columns"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} = {getattr(self, name)} must be at least 1")
+        for name in ("memory_budget_mib", "window_rows", "shard_columns"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InputError(f"{name} = {value} must be at least 1")
+        if self.strategy not in ("auto", "windows", "recompute"):
+            raise InputError(
+                f"strategy = {self.strategy!r}: choose one of auto, windows, recompute"
+            )
+        if self.strategy == "recompute" and self.window_rows is not None:
+            raise InputError(
+                f"window_rows = {self.window_rows} with strategy = 'recompute', which takes all"
+                " tokens at a time: leave it out"
+            )

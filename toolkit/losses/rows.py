@@ -30,6 +30,11 @@ from toolkit.losses.divergences import (
 LOWEST = -1e30
 """Maximum of an empty state; finite, so that merging it needs no case of its own."""
 
+_BLOCK = {"cpu": 2**18, "cuda": 2**24}
+"""Numbers of a tile that are computed at a time: few for a cache, many for a GPU."""
+_TEMPORARIES = 10
+"""Copies of a block in the dtype of the statistics that exist at a time, at most."""
+
 
 class Tile(NamedTuple):
     """Logits of a window's rows in one vocabulary shard; the dtypes may differ."""
@@ -45,6 +50,10 @@ class Tile(NamedTuple):
         """Where the tile lies in the vocabulary."""
         return slice(self.first_column, self.first_column + self.student.shape[1])
 
+    def rows(self, span: slice) -> "Tile":
+        """Return some rows of the tile."""
+        return Tile(self.student[span], self.teacher[span], self.first_column)
+
 
 class RowResults(NamedTuple):
     """What the statistics of whole rows say."""
@@ -55,6 +64,10 @@ class RowResults(NamedTuple):
     """`[R, 2]`: KD, and the mean of the slope that `logit_gradient` subtracts."""
     ce: Tensor
     """`[R]` cross-entropy."""
+
+    def rows(self, span: slice) -> "RowResults":
+        """Return some of the rows, in the same memory."""
+        return RowResults(*(part[span] for part in self))
 
     @property
     def log_normalizer(self) -> Tensor:
@@ -116,8 +129,10 @@ def merge_states(left: Tensor, right: Tensor, temperature: float) -> Tensor:
 
 def statistics(tile: Tile, labels: Tensor, objective: Objective, state: Tensor) -> None:
     """Merge a tile into the state; see `RowKernels`."""
-    part = _tile_state(tile, labels, objective.temperature, state.dtype)
-    state.copy_(merge_states(state, part, objective.temperature))
+    temperature = objective.temperature
+    for span in _blocks(tile):
+        part = _tile_state(tile.rows(span), labels[span], temperature, state.dtype)
+        state[span] = merge_states(state[span], part, temperature)
 
 
 def finish(state: Tensor, objective: Objective) -> RowResults:
@@ -139,8 +154,10 @@ def finish(state: Tensor, objective: Objective) -> RowResults:
 
 def sums(tile: Tile, objective: Objective, results: RowResults) -> None:
     """Add a tile's part to the sums of the second pass; see `RowKernels`."""
-    log_p, log_q = _log_probabilities(tile, objective, results)
-    results.sums.add_(second_pass_sums(objective, log_p, log_q))
+    for span in _blocks(tile):
+        block = results.rows(span)
+        log_p, log_q = _log_probabilities(tile.rows(span), objective, block)
+        block.sums.add_(second_pass_sums(objective, log_p, log_q))
 
 
 def gradient(
@@ -151,6 +168,26 @@ def gradient(
     weights: Tensor | None = None,
 ) -> None:
     """Overwrite the student's logits with their gradient; see `RowKernels`."""
+    for span in _blocks(tile):
+        factors = None if weights is None else weights[span]
+        _block_gradient(tile.rows(span), labels[span], objective, results.rows(span), factors)
+
+
+def workspace_bytes(student: Tensor) -> int:
+    """Return the memory that a function of this module takes at most, for such logits."""
+    return _TEMPORARIES * _BLOCK[student.device.type] * statistics_dtype(student).itemsize
+
+
+def _blocks(tile: Tile) -> list[slice]:
+    """Cut the rows into blocks, so that temporary tensors stay small."""
+    count, columns = tile.student.shape
+    step = max(1, _BLOCK[tile.student.device.type] // columns)
+    return [slice(start, start + step) for start in range(0, count, step)]
+
+
+def _block_gradient(
+    tile: Tile, labels: Tensor, objective: Objective, results: RowResults, weights: Tensor | None
+) -> None:
     log_p, log_q = _log_probabilities(tile, objective, results)
     result = logit_gradient(objective, log_p, log_q, results.sums[:, 1:])
     result *= objective.kd_factor / objective.temperature * objective.scale

@@ -1,197 +1,136 @@
-"""The loss in windows of rows and shards of the vocabulary, with its gradients.
+"""Strategy `windows`: the loss in windows of rows, with its gradients at once.
 
 Shapes: T tokens, N of them labelled, R rows of a window, S columns of a shard, H hidden size,
 V vocabulary.
 A window's logits are computed shard by shard and kept; once the statistics over all V columns are
 known, the gradient is written over the student's logits and multiplied out. Full logits `[T, V]`
-never exist, and nothing is computed twice. Transient memory: two tiles of R x V, a few R x S of
-the row kernels in torch ops, and, for bfloat16 with more than one window, dW in float32.
+never exist, and nothing is computed twice. What it takes: `toolkit.losses.plan.transient_bytes`.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from toolkit.errors import InputError
 from toolkit.losses import rows
-from toolkit.losses.divergences import Objective
-from toolkit.losses.rows import RowKernels, RowResults, Tile
-from toolkit.models.heads import LMHead
-
-
-def spans(size: int, step: int) -> list[slice]:
-    """Cut range(size) into slices of `step`, the last one shorter."""
-    return [slice(start, min(start + step, size)) for start in range(0, size, step)]
-
-
-def logits_into(out: Tensor, hidden: Tensor, head: LMHead, columns: slice) -> None:
-    """Write the head's logits of some columns into `out` `[R, S]`; hidden is `[R, H]`."""
-    weight = head.weight[columns].t()
-    if head.bias is None:
-        torch.mm(hidden, weight, out=out)
-    else:
-        torch.addmm(head.bias[columns], hidden, weight, out=out)
-    if head.softcap is not None:
-        out.mul_(head.scale / head.softcap).tanh_().mul_(head.softcap)
-    elif head.scale != 1.0:
-        out.mul_(head.scale)
-
-
-@dataclass(frozen=True)
-class WindowedLoss:
-    """The inputs of the loss; `compute` gives its value.
-
-    Attributes:
-        student_hidden: `[T, H]`, float64, float32 or bfloat16.
-        student_head: the student's head, of the dtype of its hidden states.
-        teacher_hidden: `[T, H of the teacher]`.
-        teacher_head: the teacher's head, of the dtype of its hidden states.
-        labels: `[N]` int64 in [0, V).
-        token_index: `[N]` int64, which of the T tokens the labels belong to.
-        weights: `[N]` factors of the tokens in the dtype of the statistics, or None.
-        objective: what is computed from the logits.
-        window_rows: R.
-        shard_columns: S.
-        kernels: the backend of the row kernels.
-    """
-
-    student_hidden: Tensor
-    student_head: LMHead
-    teacher_hidden: Tensor
-    teacher_head: LMHead
-    labels: Tensor
-    token_index: Tensor
-    weights: Tensor | None
-    objective: Objective
-    window_rows: int
-    shard_columns: int
-    kernels: RowKernels = rows
-
-    def compute(self) -> tuple[Tensor, Tensor]:
-        """Return the loss (scalar, differentiable) and the sums `[3]` of KD, CE and z (float64)."""
-        head = self.student_head
-        if not torch.is_grad_enabled():
-            return self.run(None)
-        return _Function.apply(  # type: ignore[no-untyped-call, no-any-return]
-            self.student_hidden, head.weight, head.bias, self
-        )
-
-    def run(self, gradients: "Gradients | None") -> tuple[Tensor, Tensor]:
-        """Compute the loss and the sums, and add up the gradients where they are wanted."""
-        sums = torch.zeros(3, dtype=torch.float64, device=self.student_hidden.device)
-        buffers = self._buffers()
-        for window in spans(len(self.labels), self.window_rows):
-            sums += self._run_window(window, buffers, gradients)
-        factors = (self.objective.kd_factor, self.objective.ce_factor, self.objective.z_factor)
-        loss = torch.stack([factor * total for factor, total in zip(factors, sums, strict=True)])
-        return loss.sum().to(rows.statistics_dtype(self.student_hidden)), sums
-
-    def _run_window(
-        self, window: slice, buffers: list[Tile], gradients: "Gradients | None"
-    ) -> Tensor:
-        index, labels = self.token_index[window], self.labels[window]
-        weights = None if self.weights is None else self.weights[window]
-        hidden = self.student_hidden.index_select(0, index)
-        state = rows.empty_state(len(index), hidden)
-        tiles = []
-        for tile in self._tiles(hidden, self.teacher_hidden.index_select(0, index), buffers):
-            self.kernels.statistics(tile, labels, self.objective, state)
-            tiles.append(tile)
-        results = self.kernels.finish(state, self.objective)
-        if self.objective.needs_sums:
-            for tile in tiles:
-                self.kernels.sums(tile, self.objective, results)
-        if gradients is not None:
-            for tile in tiles:
-                self.kernels.gradient(tile, labels, self.objective, results, weights)
-            gradients.add(hidden, index, tiles)
-        return _row_sums(results, weights)
-
-    def _buffers(self) -> list[Tile]:
-        window_rows = min(self.window_rows, len(self.labels))
-        return [
-            Tile(
-                self.student_hidden.new_empty(window_rows, columns.stop - columns.start),
-                self.teacher_hidden.new_empty(window_rows, columns.stop - columns.start),
-                columns.start,
-            )
-            for columns in spans(self.student_head.vocab_size, self.shard_columns)
-        ]
-
-    def _tiles(
-        self, student_hidden: Tensor, teacher_hidden: Tensor, buffers: list[Tile]
-    ) -> Iterator[Tile]:
-        count = len(student_hidden)
-        for buffer in buffers:
-            tile = Tile(buffer.student[:count], buffer.teacher[:count], buffer.first_column)
-            logits_into(tile.student, student_hidden, self.student_head, tile.columns)
-            logits_into(tile.teacher, teacher_hidden, self.teacher_head, tile.columns)
-            yield tile
+from toolkit.losses.inputs import LossInputs, add_product, row_sums, spans
+from toolkit.losses.plan import Plan
+from toolkit.losses.rows import Tile
 
 
 class Gradients:
     """Sums over the windows of the gradients that are needed; the others are None."""
 
-    def __init__(self, loss: WindowedLoss, needed: tuple[bool, bool, bool]) -> None:
-        """Start at zero; `needed` says so of hidden states, weight and bias."""
-        head = loss.student_head
-        self._weight = head.weight
-        self._sum_dtype = rows.statistics_dtype(loss.student_hidden)
-        one_window = len(loss.labels) <= loss.window_rows
+    def __init__(
+        self,
+        inputs: LossInputs,
+        plan: Plan,
+        needed: tuple[bool, bool, bool],
+        weight_grad: Tensor | None,
+    ) -> None:
+        """Start at zero, or at `weight_grad`; `needed` is of hidden states, weight and bias."""
+        head = inputs.student_head
+        self._head_weight = head.weight
+        self._sum_dtype = rows.statistics_dtype(inputs.student_hidden)
+        one_window = len(inputs.labels) <= plan.window_rows
         dtype = head.weight.dtype if one_window else self._sum_dtype
-        self.hidden = torch.zeros_like(loss.student_hidden) if needed[0] else None
-        self.weight = torch.zeros_like(head.weight, dtype=dtype) if needed[1] else None
-        self.bias = (
-            torch.zeros_like(head.bias, dtype=self._sum_dtype)
-            if head.bias is not None and needed[2]
-            else None
-        )
+        self.hidden = torch.zeros_like(inputs.student_hidden) if needed[0] else None
+        self.weight = weight_grad
+        if self.weight is None and needed[1]:
+            self.weight = torch.zeros_like(head.weight, dtype=dtype)
+        self.bias = None
+        if head.bias is not None and needed[2]:
+            self.bias = torch.zeros_like(head.bias, dtype=self._sum_dtype)
 
     def add(self, hidden: Tensor, index: Tensor, tiles: list[Tile]) -> None:
         """Add a window, given its hidden states `[R, H]`, their tokens and logit gradients."""
         if self.hidden is not None:
             total = torch.zeros_like(hidden, dtype=self._sum_dtype)
             for tile in tiles:
-                _add_product(total, tile.student, self._weight[tile.columns])
+                add_product(total, tile.student, self._head_weight[tile.columns])
             self.hidden.index_copy_(0, index, total.to(hidden.dtype))
         for tile in tiles:
             if self.weight is not None:
-                _add_product(self.weight[tile.columns], tile.student.t(), hidden)
+                add_product(self.weight[tile.columns], tile.student.t(), hidden)
             if self.bias is not None:
                 self.bias[tile.columns] += tile.student.sum(0, dtype=self._sum_dtype)
 
 
-def _row_sums(results: RowResults, weights: Tensor | None) -> Tensor:
-    """Return the sums `[3]` of KD, CE and squared log-normalizers over the rows."""
-    terms = torch.stack([results.sums[:, 0], results.ce, results.log_normalizer.square()])
-    if weights is not None:
-        terms *= weights
-    return terms.sum(1, dtype=torch.float64)
+def run_windows(
+    inputs: LossInputs, plan: Plan, gradients: Gradients | None
+) -> tuple[Tensor, Tensor]:
+    """Return loss and sums `[3]`, and add up the gradients where they are wanted."""
+    sums = torch.zeros(3, dtype=torch.float64, device=inputs.student_hidden.device)
+    buffers = _buffers(inputs, plan)
+    for window in spans(len(inputs.labels), plan.window_rows):
+        sums += _run_window(inputs, window, buffers, gradients)
+    return inputs.loss_of(sums), sums
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    else:
-        total += left @ right
+def _run_window(
+    inputs: LossInputs, window: slice, buffers: list[Tile], gradients: Gradients | None
+) -> Tensor:
+    kernels, objective, labels = inputs.kernels, inputs.objective, inputs.labels[window]
+    weights = None if inputs.weights is None else inputs.weights[window]
+    hidden = inputs.labelled(inputs.student_hidden, window)
+    teacher_hidden = inputs.labelled(inputs.teacher_hidden, window)
+    state = rows.empty_state(len(labels), hidden)
+    tiles = [buffer.rows(slice(len(labels))) for buffer in buffers]
+    for tile in tiles:
+        inputs.fill(tile, hidden, teacher_hidden)
+        kernels.statistics(tile, labels, objective, state)
+    results = kernels.finish(state, objective)
+    if objective.needs_sums:
+        for tile in tiles:
+            kernels.sums(tile, objective, results)
+    if gradients is not None:
+        for tile in tiles:
+            kernels.gradient(tile, labels, objective, results, weights)
+        gradients.add(hidden, inputs.token_index[window], tiles)
+    return row_sums(results, weights)
 
 
-class _Function(torch.autograd.Function):
+def _buffers(inputs: LossInputs, plan: Plan) -> list[Tile]:
+    return [
+        Tile(
+            inputs.student_hidden.new_empty(plan.window_rows, columns.stop - columns.start),
+            inputs.teacher_hidden.new_empty(plan.window_rows, columns.stop - columns.start),
+            columns.start,
+        )
+        for columns in spans(inputs.vocab_size, plan.shard_columns)
+    ]
+
+
+class WindowsFunction(torch.autograd.Function):
+    """Forward computes the gradients too; backward only scales them."""
+
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, loss: WindowedLoss
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        inputs: LossInputs,
+        plan: Plan,
+        weight_grad: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
+        """Return loss and sums `[3]`, the latter without gradient."""
         needed = ctx.needs_input_grad[:3]
-        gradients = Gradients(loss, needed) if any(needed) else None
-        value, sums = loss.run(gradients)
+        ctx.is_accumulated = needed[1] and weight_grad is not None
+        if ctx.is_accumulated:
+            _refuse_recomputation()
+        gradients = None
+        if any(needed):
+            buffer = weight_grad if needed[1] else None
+            gradients = Gradients(inputs, plan, needed, buffer)
+        value, sums = run_windows(inputs, plan, gradients)
         if gradients is not None:
             ctx.save_for_backward(
                 gradients.hidden,
-                None if gradients.weight is None else gradients.weight.to(weight.dtype),
-                None if gradients.bias is None or bias is None else gradients.bias.to(bias.dtype),
+                None if ctx.is_accumulated else _cast(gradients.weight, weight),
+                _cast(gradients.bias, bias),
             )
         ctx.mark_non_differentiable(sums)
         return value, sums
@@ -199,6 +138,31 @@ class _Function(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of hidden states, weight and bias."""
+        if ctx.is_accumulated:
+            _refuse_factor(grad_loss)
         # Never in place: the saved gradients serve again under retain_graph.
         scaled = [None if saved is None else saved * grad_loss for saved in ctx.saved_tensors]
-        return *scaled, None
+        return *scaled, None, None, None
+
+
+def _cast(gradient: Tensor | None, like: Tensor | None) -> Tensor | None:
+    return None if gradient is None or like is None else gradient.to(like.dtype)
+
+
+def _refuse_recomputation() -> None:
+    """Refuse a forward inside of a backward: `weight_grad` got its share in the first forward."""
+    if torch._C._current_graph_task_id() != -1:
+        raise InputError(
+            "weight_grad with strategy = 'windows' is added to in forward, which activation"
+            " checkpointing runs twice: use strategy = 'recompute'"
+        )
+
+
+def _refuse_factor(grad_loss: Tensor) -> None:
+    if float(grad_loss) != 1:
+        raise InputError(
+            f"the loss is multiplied by {float(grad_loss)} before backward, but weight_grad got its"
+            " gradient in forward already: put the factor into num_tokens, or use strategy ="
+            " 'recompute'"
+        )

@@ -75,7 +75,5 @@ class DistilledStudent(nn.Module):
             head_of(self.model),
             teacher_states,
             self._teacher_head,
-            window_rows=self._options.window_rows,
-            shard_columns=self._options.shard_columns,
         )
         return int(count)

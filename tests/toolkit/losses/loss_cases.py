@@ -14,6 +14,9 @@ from toolkit.models.heads import LMHead
 
 DIVERGENCES = get_args(Divergence)
 TEMPERATURES = (1.0, 2.0, 0.7)
+RECOMPUTE = {"strategy": "recompute", "window_rows": None}
+LAYOUTS = ({"window_rows": 1}, {"window_rows": 7}, {"window_rows": 64}, RECOMPUTE)
+"""How the logits are cut, as options."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ import pytest
 import torch
 from loss_cases import (
     DIVERGENCES,
+    LAYOUTS,
+    RECOMPUTE,
     TEMPERATURES,
     eager,
     fused,
@@ -24,7 +26,14 @@ from toolkit.models.heads import LMHead
 
 BF16 = torch.bfloat16
 FLOAT64 = (torch.float64, torch.float64)
-WINDOWS = (1, 7, 64)
+SIZES = {
+    "one token": (1, 1003, 128),
+    "shards of one": (23, 2, 1),
+    "one shard": (9, 1003, 1003),
+    "shard past V": (9, 50, 4096),
+    "last shard of one": (14, 301, 300),
+}
+"""Tokens, vocabulary, columns of a shard."""
 EVERYTHING = {"bias": True, "scale": 0.5, "softcap": 2.0, "z_loss": 0.01, "weighted": True}
 NOTHING = {"bias": False, "scale": 1.0, "softcap": None, "z_loss": 0.0, "weighted": False}
 FEATURES = [EVERYTHING, *({**NOTHING, name: value} for name, value in EVERYTHING.items())]
@@ -58,42 +67,37 @@ def assert_agrees(case, options, dtype=torch.float32):
 
 
 @pytest.mark.parametrize(
-    ("divergence", "temperature", "window_rows"), thinned(DIVERGENCES, TEMPERATURES, WINDOWS)
+    ("divergence", "temperature", "layout"), thinned(DIVERGENCES, TEMPERATURES, LAYOUTS)
 )
-def test_float32(divergence, temperature, window_rows):
-    options = options_for(divergence, temperature=temperature, window_rows=window_rows)
+def test_float32(divergence, temperature, layout):
+    options = options_for(divergence, temperature=temperature, **layout)
     assert_agrees(make_case(weighted=True), options)
 
 
 @pytest.mark.parametrize(
-    ("divergence", "temperature", "window_rows"), thinned(DIVERGENCES, TEMPERATURES, WINDOWS)
+    ("divergence", "temperature", "layout"), thinned(DIVERGENCES, TEMPERATURES, LAYOUTS)
 )
-def test_float32_of_the_divergence_alone(divergence, temperature, window_rows):
+def test_float32_of_the_divergence_alone(divergence, temperature, layout):
     """At a spread of 2, the rounding of the logits alone costs KD 2e-6, in full logits too."""
-    options = LossOptions(
-        divergence, temperature=temperature, window_rows=window_rows, shard_columns=200
-    )
+    options = LossOptions(divergence, temperature=temperature, shard_columns=200, **layout)
     assert_agrees(make_case(spread=1.0), options)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("divergence", DIVERGENCES)
-def test_float64_leaves_no_trace_of_a_narrower_type(divergence, temperature):
+@pytest.mark.parametrize(
+    ("divergence", "temperature", "layout"), thinned(DIVERGENCES, (1.0, 0.7), LAYOUTS)
+)
+def test_float64_leaves_no_trace_of_a_narrower_type(divergence, temperature, layout):
     case = make_case(dtypes=FLOAT64, scale=0.5, softcap=5.0, weighted=True)
-    assert_agrees(case, options_for(divergence, temperature=temperature), torch.float64)
+    assert_agrees(case, options_for(divergence, temperature=temperature, **layout), torch.float64)
 
 
-def check_gradient(divergence, temperature, window_rows, features):
+def check_gradient(divergence, temperature, layout, features):
     features = dict(features)
     z_loss = features.pop("z_loss")
     case = make_case(3, 5, (2, 2), FLOAT64, **features)
     head = case.student_head
     options = options_for(
-        divergence,
-        temperature=temperature,
-        z_loss=z_loss,
-        window_rows=window_rows,
-        shard_columns=3,
+        divergence, temperature=temperature, z_loss=z_loss, shard_columns=3, **layout
     )
 
     def loss(hidden, weight, bias=None):
@@ -104,28 +108,25 @@ def check_gradient(divergence, temperature, window_rows, features):
     assert torch.autograd.gradcheck(loss, [leaf.clone().requires_grad_() for leaf in leaves])
 
 
-@pytest.mark.parametrize(
-    ("divergence", "temperature", "window_rows"), thinned(DIVERGENCES, TEMPERATURES, (1, 2, 8))
-)
-def test_gradcheck_of_everything(divergence, temperature, window_rows):
-    check_gradient(divergence, temperature, window_rows, EVERYTHING)
+@pytest.mark.parametrize("layout", [{"window_rows": 2}, RECOMPUTE], ids=["windows", "recompute"])
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_gradcheck_of_everything(divergence, temperature, layout):
+    check_gradient(divergence, temperature, layout, EVERYTHING)
 
 
 @pytest.mark.parametrize(
     ("divergence", "temperature", "features"), thinned(DIVERGENCES, TEMPERATURES, FEATURES[1:])
 )
 def test_gradcheck_of_one_feature(divergence, temperature, features):
-    check_gradient(divergence, temperature, 2, features)
+    layout = RECOMPUTE if temperature == 2 else {"window_rows": 2}
+    check_gradient(divergence, temperature, layout, features)
 
 
-@pytest.mark.parametrize("divergence", DIVERGENCES)
-@pytest.mark.parametrize(
-    ("tokens", "vocab", "shard_columns"),
-    [(1, 1003, 128), (23, 2, 1), (9, 1003, 1003), (9, 50, 4096), (14, 301, 300)],
-    ids=["one token", "shards of one", "one shard", "shard past V", "last shard of one"],
-)
-def test_odd_sizes(tokens, vocab, shard_columns, divergence):
-    options = options_for(divergence, shard_columns=shard_columns)
+@pytest.mark.parametrize(("divergence", "size", "layout"), thinned(DIVERGENCES, SIZES, LAYOUTS))
+def test_odd_sizes(divergence, size, layout):
+    tokens, vocab, shard_columns = SIZES[size]
+    options = options_for(divergence, shard_columns=shard_columns, **layout)
     assert_agrees(make_case(tokens, vocab), options)
 
 
@@ -151,21 +152,23 @@ def test_contract_of_the_heads(divergence, contract, bias):
 
 
 @pytest.mark.parametrize(
-    ("divergence", "temperature", "window_rows"), thinned(DIVERGENCES, (1.0, 2.0), (7, 64))
+    ("divergence", "temperature", "layout"), thinned(DIVERGENCES, (1.0, 2.0), LAYOUTS)
 )
 @pytest.mark.parametrize("student", [BF16, torch.float32], ids=str)
-def test_bfloat16(student, divergence, temperature, window_rows):
+def test_bfloat16(student, divergence, temperature, layout):
     case = make_case(dtypes=(student, BF16), scale=0.5, softcap=10.0, weighted=True)
-    options = options_for(divergence, temperature=temperature, window_rows=window_rows)
+    options = options_for(divergence, temperature=temperature, **layout)
     assert_agrees(case, options, BF16)
     assert [gradient.dtype for gradient in fused(case, options)[1]] == [student] * 3
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
-@pytest.mark.parametrize("divergence", DIVERGENCES)
-def test_errs_no_more_than_full_logits_in_the_same_type(divergence, dtype):
+@pytest.mark.parametrize(
+    ("divergence", "dtype", "layout"),
+    thinned(DIVERGENCES, (torch.float32, BF16), ({"window_rows": 64}, RECOMPUTE)),
+)
+def test_errs_no_more_than_full_logits_in_the_same_type(divergence, dtype, layout):
     case = make_case(100, dtypes=(dtype, dtype))
-    options = options_for(divergence, ce_weight=0.1, window_rows=64)
+    options = options_for(divergence, ce_weight=0.1, **layout)
     _, expected = oracle(case, options)
     _, ours = fused(case, options)
     _, theirs = eager(case, options)

@@ -29,6 +29,9 @@ from toolkit.models.heads import LMHead
         ({"ce_weight": float("inf")}, "ce_weight = inf"),
         ({"window_rows": 0}, "window_rows = 0 must be at least 1"),
         ({"shard_columns": -4}, "shard_columns = -4"),
+        ({"memory_budget_mib": 0}, "memory_budget_mib = 0 must be at least 1"),
+        ({"strategy": "chunks"}, "strategy = 'chunks': choose one of auto, windows, recompute"),
+        ({"strategy": "recompute", "window_rows": 8}, "window_rows = 8 .* leave it out"),
     ],
 )
 def test_options(options, message):
@@ -99,6 +102,14 @@ def test_tensors(change, message):
     case = change(make_case())
     with pytest.raises(InputError, match=message):
         loss_of(case, options_for("jsd"))
+
+
+@pytest.mark.parametrize(
+    "weight_grad", [torch.zeros(1003, 31), torch.zeros(1003, 32).bfloat16()], ids=["shape", "dtype"]
+)
+def test_weight_grad(weight_grad):
+    with pytest.raises(InputError, match=r"give \[1003, 32\] of torch.float32"):
+        loss_of(make_case(), options_for("jsd"), weight_grad=weight_grad)
 
 
 @pytest.mark.parametrize("num_tokens", [0, torch.tensor(0), -3])
