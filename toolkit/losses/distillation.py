@@ -3,7 +3,9 @@
 Shapes: T tokens, Hs and Ht hidden sizes of student and teacher, V vocabulary.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +27,8 @@ from toolkit.losses.rows import statistics_dtype
 from toolkit.losses.windows import WindowsFunction
 from toolkit.models.heads import LMHead
 
+_Function = TypeVar("_Function", bound=Callable[..., object])
+
 
 class LossSums(NamedTuple):
     """The loss, and the sums over the labelled tokens that it is made of.
@@ -45,6 +49,12 @@ class LossSums(NamedTuple):
     """Labelled tokens of this call, whatever the loss was divided by."""
 
 
+def _uncompiled(function: _Function) -> _Function:
+    """Keep `torch.compile` out, and the types that its own decorator loses."""
+    return torch.compiler.disable(function)  # type: ignore[no-untyped-call, no-any-return]
+
+
+@_uncompiled
 def distillation_loss(
     student_hidden: Tensor,
     student_head: LMHead,
@@ -60,7 +70,8 @@ def distillation_loss(
     """Return the distillation loss of a batch, exact over the whole vocabulary.
 
     Gradients flow to the student's hidden states and to the weight and bias of its head, where
-    these require them; never to the teacher.
+    these require them; never to the teacher. Under autocast, hidden states and heads are cast to
+    its dtype, as linear layers do. `torch.compile` leaves this function as it is, between graphs.
 
     Args:
         student_hidden: `[T, Hs]`, float64, float32 or bfloat16, the dtype of the head's weight.
@@ -83,6 +94,8 @@ def distillation_loss(
         InputError: shapes, dtypes, vocabularies, labels or weights do not fit, num_tokens is not
             positive, or the memory budget is too small.
     """
+    student_hidden, student_head = _autocast(student_hidden, student_head)
+    teacher_hidden, teacher_head = _autocast(teacher_hidden, teacher_head)
     check_models(student_hidden, student_head, teacher_hidden, teacher_head)
     tokens, vocab_size = len(student_hidden), student_head.vocab_size
     token_index = labelled_tokens(labels, tokens, vocab_size, options.ignore_index)
@@ -110,13 +123,23 @@ def distillation_loss(
     return LossSums(value, kd, ce, z, count)
 
 
+def _autocast(hidden: Tensor, head: LMHead) -> tuple[Tensor, LMHead]:
+    """Cast to the dtype of autocast where that is on."""
+    if not torch.is_autocast_enabled(hidden.device.type):
+        return hidden, head
+    dtype = torch.get_autocast_dtype(hidden.device.type)
+    bias = None if head.bias is None else head.bias.to(dtype)
+    return hidden.to(dtype), replace(head, weight=head.weight.to(dtype), bias=bias)
+
+
 def _compute(inputs: LossInputs, plan: Plan, weight_grad: Tensor | None) -> tuple[Tensor, Tensor]:
     head = inputs.student_head
-    leaves: tuple[Tensor | None, ...] = (inputs.student_hidden, head.weight, head.bias)
+    leaves: list[Tensor | None] = [inputs.student_hidden, head.weight, head.bias]
     if not torch.is_grad_enabled():  # else the functions would see that gradients are needed
-        leaves = tuple(None if leaf is None else leaf.detach() for leaf in leaves)
+        leaves = [None if leaf is None else leaf.detach() for leaf in leaves]
     function = WindowsFunction if plan.strategy == "windows" else RecomputeFunction
-    return function.apply(*leaves, inputs, plan, weight_grad)  # type: ignore[no-any-return, no-untyped-call]
+    with torch.autocast(inputs.student_hidden.device.type, enabled=False):
+        return function.apply(*leaves, inputs, plan, weight_grad)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _plan(inputs: LossInputs, options: LossOptions, weight_grad: Tensor | None) -> Plan:

@@ -130,5 +130,6 @@ class RecomputeFunction(torch.autograd.Function):
         if inputs.weights is not None:
             factors = factors * inputs.weights
         needed = ctx.needs_input_grad[:3]
-        gradients = run_gradients(inputs, ctx.plan, results, factors, needed, ctx.weight_grad)
+        with torch.autocast(hidden.device.type, enabled=False):
+            gradients = run_gradients(inputs, ctx.plan, results, factors, needed, ctx.weight_grad)
         return *gradients, None, None, None
