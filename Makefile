@@ -25,7 +25,7 @@ bench: env
 
 env: .venv/installed
 
-.venv/installed: setup.py pyproject.toml constraints.txt scripts/env.sh $(wildcard transport/csrc/*)
+.venv/installed: setup.py pyproject.toml constraints.txt scripts/env.sh $(wildcard transport/csrc/* toolkit/csrc/*)
 	PYTHON=$(PYTHON) sh scripts/env.sh
 	touch $@
 
@@ -44,4 +44,4 @@ $(WHEEL): | .venv/installed
 	$(BIN)/disaggkd prepare .cache/python-docs.jsonl --tokenizer .cache/smollm2 --output $@
 
 clean:
-	rm -rf .venv .cache build runs *.egg-info transport/*.so
+	rm -rf .venv .cache build runs *.egg-info transport/*.so toolkit/*.so

@@ -6,11 +6,14 @@ Python and torch version.
 
 import importlib.util
 import os
+import shutil
+import subprocess
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
 
 PACKAGES = ("transport", "toolkit", "jobs")
 
@@ -29,6 +32,37 @@ def ucx_include_dir() -> str:
     return str(Path(spec.origin).parent / "include")
 
 
+def find_nvcc() -> str | None:
+    """Return the CUDA compiler, or None if there is none or `DISAGGKD_CUDA=0` wants none."""
+    wanted = os.environ.get("DISAGGKD_CUDA", "")
+    if wanted not in ("", "0", "1"):
+        raise SystemExit(f"DISAGGKD_CUDA={wanted}: set 1 (must be built), 0 (must not) or nothing")
+    if wanted == "0":
+        return None
+    homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
+    folders = [f"{home}/bin" for home in (*homes, "/usr/local/cuda") if home]
+    nvcc = shutil.which("nvcc") or shutil.which("nvcc", path=os.pathsep.join(folders))
+    if nvcc is None and wanted == "1":
+        raise SystemExit(
+            "DISAGGKD_CUDA=1 but there is no nvcc on PATH, in CUDA_HOME, CUDA_PATH or"
+            " /usr/local/cuda: install the CUDA toolkit, or unset DISAGGKD_CUDA"
+        )
+    return nvcc
+
+
+def nvcc_command(nvcc: str, source: str, output: str) -> list[str]:
+    """Return the command that makes a library for the GPUs of `DISAGGKD_CUDA_ARCHS` ("80;90").
+
+    The newest one is kept as PTX too, for GPUs that come after it.
+    """
+    archs = os.environ.get("DISAGGKD_CUDA_ARCHS", "80;90").split(";")
+    targets = [f"arch=compute_{arch},code=sm_{arch}" for arch in archs]
+    targets.append(f"arch=compute_{archs[-1]},code=compute_{archs[-1]}")
+    options = ["-O3", "-std=c++17", "--threads", "0", "-Xcompiler", "-fPIC,-Wall", "-Xptxas", "-v"]
+    gencode = [option for target in targets for option in ("-gencode", target)]
+    return [nvcc, *options, *gencode, "-shared", "-cudart", "static", source, "-o", output]
+
+
 class BuildNative(build_ext):
     """Builds plain shared libraries: no Python ABI in the file name, nothing linked but libc."""
 
@@ -36,9 +70,23 @@ class BuildNative(build_ext):
         return str(Path(*fullname.split("."))) + ".so"
 
     def build_extension(self, ext: Extension) -> None:
+        if ext.name.endswith("_cuda"):
+            self.build_cuda(ext)
+            return
         if ext.name.endswith("ucx"):
             ext.extra_compile_args += ["-isystem", ucx_include_dir()]
         super().build_extension(ext)
+
+    def build_cuda(self, ext: Extension) -> None:
+        nvcc = find_nvcc()
+        assert nvcc is not None
+        output = Path(self.get_ext_fullpath(ext.name))
+        output.parent.mkdir(parents=True, exist_ok=True)
+        done = subprocess.run(
+            nvcc_command(nvcc, ext.sources[0], str(output)), capture_output=True, text=True
+        )
+        if done.returncode:
+            raise CompileError(f"{nvcc} failed:\n{done.stderr}")
 
 
 def native(name: str, *sources: str) -> Extension:
@@ -49,6 +97,30 @@ def native(name: str, *sources: str) -> Extension:
         depends=["setup.py", "transport/csrc/common.h"],
         extra_compile_args=["-O2", "-std=gnu11", "-Wall", "-Wextra"],
     )
+
+
+def row_kernels() -> list[Extension]:
+    """Return the loss's row kernels. Where they do not compile, the loss runs in torch ops."""
+    headers = [str(path) for path in sorted(Path("toolkit/csrc").glob("*.h"))]
+    cpu = Extension(
+        "toolkit.libdisaggkd_rows",
+        sources=["toolkit/csrc/rows_cpu.cpp"],
+        depends=["setup.py", *headers],
+        language="c++",
+        extra_compile_args=[
+            *("-O3", "-std=c++17", "-Wall", "-Wextra", "-fopenmp"),
+            *("-fno-math-errno", "-fno-trapping-math"),
+        ],
+        extra_link_args=["-fopenmp"],
+        optional=True,
+    )
+    cuda = Extension(
+        "toolkit.libdisaggkd_rows_cuda",
+        sources=["toolkit/csrc/rows_cuda.cu"],
+        depends=["setup.py", *headers],
+        optional=os.environ.get("DISAGGKD_CUDA") != "1",
+    )
+    return [cpu, cuda] if find_nvcc() else [cpu]
 
 
 class PlatformWheel(bdist_wheel):
@@ -69,8 +141,12 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=[f"{name}{rest}" for name in PACKAGES for rest in ("", ".*")]),
     package_dir={"": "."},
-    package_data={"": ["py.typed"], "transport": ["csrc/*"]},
-    ext_modules=[native("ucx", "ucx_rma.c"), native("memory", "memory.c", "crc32c.c")],
+    package_data={"": ["py.typed"], "transport": ["csrc/*"], "toolkit": ["csrc/*"]},
+    ext_modules=[
+        native("ucx", "ucx_rma.c"),
+        native("memory", "memory.c", "crc32c.c"),
+        *row_kernels(),
+    ],
     install_requires=[
         "torch>=2.6",
         "transformers>=5.0",

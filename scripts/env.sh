@@ -6,6 +6,7 @@ python=${PYTHON:-python3}
 
 missing=
 command -v gcc >/dev/null || missing="$missing gcc"
+command -v g++ >/dev/null || missing="$missing g++"
 "$python" -c 'import ensurepip, venv' 2>/dev/null || missing="$missing python3-venv"
 echo '#include <stddef.h>
 #include <pthread.h>' | gcc -E - >/dev/null 2>&1 || missing="$missing libc6-dev"

@@ -1,0 +1,243 @@
+"""The row kernels in native code: C++ on the CPU, CUDA C++ on a GPU; the choice of a backend.
+
+Shapes: R rows, S columns of a tile. The libraries are a plain C interface
+(`toolkit/csrc/rows_api.h`), tied to no version of Python or torch. Kernels check nothing; what is
+asserted here is what a wrong pointer would turn into a wild access.
+"""
+
+import ctypes
+import logging
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from toolkit.errors import InputError
+from toolkit.losses import rows
+from toolkit.losses.divergences import Objective
+from toolkit.losses.rows import RowKernels, RowResults, Tile
+
+Backend = Literal["auto", "torch", "native"]
+
+LIBRARIES = {
+    "cpu": Path(__file__).parents[1] / "libdisaggkd_rows.so",
+    "cuda": Path(__file__).parents[1] / "libdisaggkd_rows_cuda.so",
+}
+"""Library for each type of device."""
+
+REMEDY = {
+    "cpu": "install g++ and then the package again (pip install -e .)",
+    "cuda": "install nvcc and then the package again, with DISAGGKD_CUDA=1 (pip install -e .)",
+}
+
+log = logging.getLogger(__name__)
+
+_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float64: 2}
+_DIVERGENCES = {"forward_kl": 0, "reverse_kl": 1, "jsd": 3}
+
+
+class NativeError(RuntimeError):
+    """A native row kernel could not run; the message holds the driver's own."""
+
+
+@cache
+def row_kernels(backend: Backend, device_type: str) -> RowKernels:
+    """Return the row kernels for a type of device, and log once which they are.
+
+    Args:
+        backend: `native`; `torch`; or `auto`, which is native where its library is built.
+        device_type: `cpu`, `cuda` or another of torch's.
+
+    Raises:
+        InputError: `native` is asked for and its library is not there; the message has the remedy.
+    """
+    library = LIBRARIES.get(device_type)
+    if library is not None and library.is_file() and backend != "torch":
+        log.info("row kernels of the loss on %s: native, %s", device_type, library.name)
+        return NativeKernels(library)
+    if backend == "native":
+        raise InputError(_missing(device_type))
+    if backend == "auto":
+        log.warning("row kernels of the loss on %s: torch, slower; %s", *_why(device_type))
+    else:
+        log.info("row kernels of the loss on %s: torch, as chosen", device_type)
+    return rows
+
+
+def _why(device_type: str) -> tuple[str, str]:
+    return device_type, _missing(device_type)
+
+
+def _missing(device_type: str) -> str:
+    if device_type not in LIBRARIES:
+        return f"there are no native row kernels for {device_type}; use backend torch"
+    name = LIBRARIES[device_type].name
+    return f"{name} is not built: {REMEDY[device_type]}"
+
+
+class CTile(ctypes.Structure):
+    """`RowsTile` of the C interface."""
+
+    _fields_ = [
+        ("student", ctypes.c_void_p),
+        ("teacher", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("columns", ctypes.c_int64),
+        ("student_stride", ctypes.c_int64),
+        ("teacher_stride", ctypes.c_int64),
+        ("first_column", ctypes.c_int64),
+        ("student_type", ctypes.c_int32),
+        ("teacher_type", ctypes.c_int32),
+    ]
+
+
+class CObjective(ctypes.Structure):
+    """`RowsObjective` of the C interface."""
+
+    _fields_ = [
+        ("temperature", ctypes.c_double),
+        ("teacher_weight", ctypes.c_double),
+        ("kd_factor", ctypes.c_double),
+        ("ce_factor", ctypes.c_double),
+        ("z_factor", ctypes.c_double),
+        ("scale", ctypes.c_double),
+        ("softcap", ctypes.c_double),
+        ("divergence", ctypes.c_int32),
+    ]
+
+
+class CLaunch(ctypes.Structure):
+    """`RowsLaunch` of the C interface."""
+
+    _fields_ = [
+        ("stream", ctypes.c_void_p),
+        ("device", ctypes.c_int32),
+        ("num_threads", ctypes.c_int32),
+    ]
+
+
+class NativeKernels:
+    """The four functions of `RowKernels`, of one library."""
+
+    def __init__(self, library: Path) -> None:
+        """Load the library; torch is loaded before it, so that both share its OpenMP threads."""
+        self._library = ctypes.CDLL(str(library))
+        self._library.rows_chunk_columns.restype = ctypes.c_int64
+        self._library.rows_error.restype = ctypes.c_char_p
+        self._chunk_columns = int(self._library.rows_chunk_columns())
+        self._name = library.name
+
+    def statistics(self, tile: Tile, labels: Tensor, objective: Objective, state: Tensor) -> None:
+        """Merge a tile into the state; see `RowKernels`."""
+        assert labels.dtype == torch.int64
+        self._call(
+            "rows_statistics",
+            _tile(tile),
+            _objective(objective),
+            _launch(tile.student),
+            labels,
+            self._partials(tile, state),
+            state,
+        )
+
+    def finish(self, state: Tensor, objective: Objective) -> RowResults:
+        """Return the results of rows whose tiles are all in; see `RowKernels`."""
+        count = len(state)
+        results = RowResults(
+            state.new_empty(count, 5), state.new_empty(count, 2), state.new_empty(count)
+        )
+        self._call(
+            "rows_finish",
+            _objective(objective),
+            _launch(state),
+            ctypes.c_int64(count),
+            ctypes.c_int32(_TYPES[state.dtype]),
+            state,
+            *results,
+        )
+        return results
+
+    def sums(self, tile: Tile, objective: Objective, results: RowResults) -> None:
+        """Add a tile's part to the sums of the second pass; see `RowKernels`."""
+        self._call(
+            "rows_sums",
+            _tile(tile),
+            _objective(objective),
+            _launch(tile.student),
+            results.constants,
+            self._partials(tile, results.sums),
+            results.sums,
+        )
+
+    def gradient(
+        self, tile: Tile, labels: Tensor, objective: Objective, results: RowResults
+    ) -> None:
+        """Overwrite the student's logits with their gradient; see `RowKernels`."""
+        assert labels.dtype == torch.int64
+        self._call(
+            "rows_gradient",
+            _tile(tile),
+            _objective(objective),
+            _launch(tile.student),
+            labels,
+            None,
+            results.constants,
+            results.sums,
+        )
+
+    def _partials(self, tile: Tile, like: Tensor) -> Tensor:
+        count, columns = tile.student.shape
+        return like.new_empty(count, -(-columns // self._chunk_columns), like.shape[1])
+
+    def _call(self, function: str, *arguments: Any) -> None:
+        code = getattr(self._library, function)(*map(_passed, arguments))
+        if code:
+            text = self._library.rows_error(code).decode()
+            raise NativeError(f"{function} of {self._name} failed: {text} (code {code})")
+
+
+def _tile(tile: Tile) -> CTile:
+    for logits in (tile.student, tile.teacher):
+        assert logits.stride(1) == 1 or logits.shape[1] == 1, "a row's logits must be adjacent"
+    assert tile.student.shape == tile.teacher.shape
+    return CTile(
+        tile.student.data_ptr(),
+        tile.teacher.data_ptr(),
+        *tile.student.shape,
+        tile.student.stride(0),
+        tile.teacher.stride(0),
+        tile.first_column,
+        _TYPES[tile.student.dtype],
+        _TYPES[tile.teacher.dtype],
+    )
+
+
+def _objective(objective: Objective) -> CObjective:
+    return CObjective(
+        objective.temperature,
+        objective.beta,
+        objective.kd_factor,
+        objective.ce_factor,
+        0.0,
+        objective.scale,
+        objective.softcap or 0.0,
+        _DIVERGENCES[objective.divergence],
+    )
+
+
+def _launch(tensor: Tensor) -> CLaunch:
+    if tensor.device.type == "cpu":
+        return CLaunch(None, 0, torch.get_num_threads())
+    stream = torch.cuda.current_stream(tensor.device)
+    return CLaunch(stream.cuda_stream, tensor.device.index, 0)
+
+
+def _passed(argument: Any) -> Any:
+    if isinstance(argument, ctypes.Structure):
+        return ctypes.byref(argument)
+    if isinstance(argument, Tensor):
+        assert argument.is_contiguous()
+        return ctypes.c_void_p(argument.data_ptr())
+    return argument
