@@ -58,7 +58,7 @@ def nvcc_command(nvcc: str, source: str, output: str) -> list[str]:
     archs = os.environ.get("DISAGGKD_CUDA_ARCHS", "80;90").split(";")
     targets = [f"arch=compute_{arch},code=sm_{arch}" for arch in archs]
     targets.append(f"arch=compute_{archs[-1]},code=compute_{archs[-1]}")
-    options = ["-O3", "-std=c++17", "--threads", "0", "-Xcompiler", "-fPIC,-Wall", "-Xptxas", "-v"]
+    options = ["-O3", "-std=c++17", "--threads", "0", "-Xcompiler", "-fPIC,-Wall"]
     gencode = [option for target in targets for option in ("-gencode", target)]
     return [nvcc, *options, *gencode, "-shared", "-cudart", "static", source, "-o", output]
 
@@ -108,7 +108,7 @@ def row_kernels() -> list[Extension]:
         depends=["setup.py", *headers],
         language="c++",
         extra_compile_args=[
-            *("-O3", "-std=c++17", "-Wall", "-Wextra", "-fopenmp"),
+            *("-O3", "-g0", "-std=c++17", "-Wall", "-Wextra", "-fopenmp"),
             *("-fno-math-errno", "-fno-trapping-math"),
         ],
         extra_link_args=["-fopenmp"],

@@ -31,6 +31,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (source / name).write_bytes((ROOT / name).read_bytes())
     subprocess.run(
         [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, source],
+        # The CUDA library takes a minute, and make env has built it.
+        env=os.environ | {"DISAGGKD_CUDA": "0"},
         check=True,
         capture_output=True,
         timeout=100,
@@ -45,10 +47,10 @@ def test_wheel_holds_the_tree_and_nothing_else(wheel: Path) -> None:
         str(path.relative_to(ROOT))
         for package in PACKAGES
         for path in (ROOT / package).rglob("*")
-        if path.suffix in (".py", ".c", ".h", ".typed")
+        if path.suffix in (".py", ".c", ".h", ".cpp", ".cu", ".typed")
     }
     libraries = {f"transport/libdisaggkd_{name}.so" for name in ("ucx", "memory")}
-    assert found == sources | libraries
+    assert found == sources | libraries | {"toolkit/libdisaggkd_rows.so"}
     assert "-py3-none-linux" in wheel.name or "-py3-none-manylinux" in wheel.name
 
 
@@ -59,6 +61,7 @@ def test_wheel_works_from_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
         archive.extractall(site)
     code = (
         "import jobs.cli, toolkit.training.trainer, transport.native as native; "
+        "from toolkit.losses.native import row_kernels; row_kernels('native', 'cpu'); "
         "print(native.__file__, native.load())"
     )
     done = subprocess.run(
@@ -71,6 +74,31 @@ def test_wheel_works_from_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(str(site))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ("1", "DISAGGKD_CUDA=1 but there is no nvcc on PATH"),
+        ("yes", "DISAGGKD_CUDA=yes: set 1 (must be built), 0 (must not) or nothing"),
+    ],
+)
+def test_refusals_of_a_build_with_cuda(wanted: str, message: str) -> None:
+    code = (
+        "import shutil; shutil.which = lambda *_, **__: None; import sys; "
+        "sys.argv = ['setup.py', '--version']; "
+        "import runpy; runpy.run_path('setup.py', run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"DISAGGKD_CUDA": wanted},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert message in done.stderr
 
 
 def test_setup_imports_no_torch() -> None:

@@ -111,6 +111,8 @@ class LossSection(Section):
     window_rows: PositiveInt | None = None
     """Tokens of a window; by default as many as fit the budget."""
     shard_columns: PositiveInt = 16384
+    backend: Literal["auto", "torch", "native"] = "auto"
+    """Who computes the rows: torch ops, the native kernels, or these where they are built."""
 
 
 class RingSection(Section):

@@ -5,7 +5,7 @@
 #include "rows.h"
 
 // The values of a thread are in registers only where every index is known to the compiler.
-#ifdef __CUDACC__
+#ifdef __CUDA_ARCH__
 #define ROWS_UNROLL _Pragma("unroll")
 #else
 #define ROWS_UNROLL
@@ -189,6 +189,36 @@ ROWS_INLINE void thread_gradient(const Real (&teacher)[PER_THREAD], const Row<Re
     }
     student[i] = result;
   }
+}
+
+// Adds the parts of a row's chunks to its state, in order, and takes the label's logit.
+template <class Real>
+ROWS_INLINE void merge_row(const RowsTile& tile, int64_t row, Real inv_tau, const int64_t* labels,
+                           const State<Real>* partials, State<Real>* states) {
+  const int64_t chunks = num_chunks(tile.columns);
+  State<Real> state = states[row];
+  for (int64_t chunk = 0; chunk < chunks; chunk++)
+    merge(state, partials[row * chunks + chunk], inv_tau);
+  const int64_t column = labels[row] - tile.first_column;
+  if (column >= 0 && column < tile.columns) {
+    const int64_t index = row * tile.student_stride + column;
+    if (tile.student_type == ROWS_BFLOAT16)
+      convert(static_cast<const Bfloat16*>(tile.student)[index], state.label);
+    else
+      state.label = static_cast<const Real*>(tile.student)[index];
+  }
+  states[row] = state;
+}
+
+template <class Real>
+ROWS_INLINE void add_row(int64_t row, int64_t chunks, const Sums<Real>* partials,
+                         Sums<Real>* sums) {
+  Sums<Real> total = sums[row];
+  for (int64_t chunk = 0; chunk < chunks; chunk++) {
+    total.value += partials[row * chunks + chunk].value;
+    total.mean += partials[row * chunks + chunk].mean;
+  }
+  sums[row] = total;
 }
 
 }  // namespace rows

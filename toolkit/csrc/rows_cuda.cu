@@ -69,25 +69,10 @@ __global__ void __launch_bounds__(THREADS)
 }
 
 template <class Real>
-__device__ Real logit(const RowsTile& tile, int64_t index) {
-  if (tile.student_type == ROWS_BFLOAT16)
-    return from_bfloat16(static_cast<const Bfloat16*>(tile.student)[index]);
-  return static_cast<const Real*>(tile.student)[index];
-}
-
-template <class Real>
 __global__ void merge_kernel(RowsTile tile, Real inv_tau, const int64_t* labels,
-                             const State<Real>* partials, State<Real>* states) {
+                             const State<Real>* partials, State<Real>* state) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (row >= tile.rows) return;
-  const int64_t chunks = num_chunks(tile.columns);
-  State<Real> state = states[row];
-  for (int64_t chunk = 0; chunk < chunks; chunk++)
-    merge(state, partials[row * chunks + chunk], inv_tau);
-  const int64_t column = labels[row] - tile.first_column;
-  if (column >= 0 && column < tile.columns)
-    state.label = logit<Real>(tile, row * tile.student_stride + column);
-  states[row] = state;
+  if (row < tile.rows) merge_row(tile, row, inv_tau, labels, partials, state);
 }
 
 template <class Real>
@@ -115,13 +100,7 @@ template <class Real>
 __global__ void add_sums_kernel(int64_t rows, int64_t chunks, const Sums<Real>* partials,
                                 Sums<Real>* sums) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (row >= rows) return;
-  Sums<Real> total = sums[row];
-  for (int64_t chunk = 0; chunk < chunks; chunk++) {
-    total.value += partials[row * chunks + chunk].value;
-    total.mean += partials[row * chunks + chunk].mean;
-  }
-  sums[row] = total;
+  if (row < rows) add_row(row, chunks, partials, sums);
 }
 
 template <int divergence, class Real>

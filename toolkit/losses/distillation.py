@@ -20,6 +20,7 @@ from toolkit.losses.checks import (
 )
 from toolkit.losses.divergences import Objective
 from toolkit.losses.inputs import LossInputs
+from toolkit.losses.native import row_kernels
 from toolkit.losses.options import LossOptions
 from toolkit.losses.plan import Plan, Sizes, make_plan
 from toolkit.losses.recompute import RecomputeFunction
@@ -118,6 +119,7 @@ def distillation_loss(
         token_index=token_index,
         weights=None if weights is None else weights[token_index].to(dtype),
         objective=_objective(options, student_head, divisor if count else 1.0),
+        kernels=row_kernels(options.backend, student_hidden.device.type),
     )
     value, (kd, ce, z) = _compute(inputs, _plan(inputs, options, weight_grad), weight_grad)
     return LossSums(value, kd, ce, z, count)

@@ -9,14 +9,14 @@ import ctypes
 import logging
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from toolkit.errors import InputError
 from toolkit.losses import rows
-from toolkit.losses.divergences import Objective
+from toolkit.losses.divergences import Divergence, Objective
 from toolkit.losses.rows import RowKernels, RowResults, Tile
 
 Backend = Literal["auto", "torch", "native"]
@@ -35,7 +35,7 @@ REMEDY = {
 log = logging.getLogger(__name__)
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float64: 2}
-_DIVERGENCES = {"forward_kl": 0, "reverse_kl": 1, "jsd": 3}
+_DIVERGENCES = {name: number for number, name in enumerate(get_args(Divergence))}
 
 
 class NativeError(RuntimeError):
@@ -145,9 +145,8 @@ class NativeKernels:
     def finish(self, state: Tensor, objective: Objective) -> RowResults:
         """Return the results of rows whose tiles are all in; see `RowKernels`."""
         count = len(state)
-        results = RowResults(
-            state.new_empty(count, 5), state.new_empty(count, 2), state.new_empty(count)
-        )
+        shapes = ((count, 5), (count, 2), (count,))
+        results = RowResults(*(_empty(shape, state) for shape in shapes))
         self._call(
             "rows_finish",
             _objective(objective),
@@ -172,24 +171,30 @@ class NativeKernels:
         )
 
     def gradient(
-        self, tile: Tile, labels: Tensor, objective: Objective, results: RowResults
+        self,
+        tile: Tile,
+        labels: Tensor,
+        objective: Objective,
+        results: RowResults,
+        weights: Tensor | None = None,
     ) -> None:
         """Overwrite the student's logits with their gradient; see `RowKernels`."""
         assert labels.dtype == torch.int64
+        assert weights is None or weights.dtype == results.sums.dtype
         self._call(
             "rows_gradient",
             _tile(tile),
             _objective(objective),
             _launch(tile.student),
             labels,
-            None,
+            weights,
             results.constants,
             results.sums,
         )
 
     def _partials(self, tile: Tile, like: Tensor) -> Tensor:
         count, columns = tile.student.shape
-        return like.new_empty(count, -(-columns // self._chunk_columns), like.shape[1])
+        return _empty((count, -(-columns // self._chunk_columns), like.shape[1]), like)
 
     def _call(self, function: str, *arguments: Any) -> None:
         code = getattr(self._library, function)(*map(_passed, arguments))
@@ -215,12 +220,13 @@ def _tile(tile: Tile) -> CTile:
 
 
 def _objective(objective: Objective) -> CObjective:
+    share = objective.teacher_share
     return CObjective(
         objective.temperature,
-        objective.beta,
+        1.0 if share is None else share,
         objective.kd_factor,
         objective.ce_factor,
-        0.0,
+        objective.z_factor,
         objective.scale,
         objective.softcap or 0.0,
         _DIVERGENCES[objective.divergence],
@@ -232,6 +238,10 @@ def _launch(tensor: Tensor) -> CLaunch:
         return CLaunch(None, 0, torch.get_num_threads())
     stream = torch.cuda.current_stream(tensor.device)
     return CLaunch(stream.cuda_stream, tensor.device.index, 0)
+
+
+def _empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    return torch.empty(shape, dtype=like.dtype, device=like.device)
 
 
 def _passed(argument: Any) -> Any:

@@ -6,6 +6,7 @@ from typing import Literal, get_args
 
 from toolkit.errors import InputError
 from toolkit.losses.divergences import Divergence
+from toolkit.losses.native import Backend
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class LossOptions:
             gradients, see `toolkit.losses.plan.transient_bytes`.
         window_rows: tokens of a window, whatever the budget; by default as many as fit.
         shard_columns: tokens of the vocabulary that one matrix product covers, at most.
+        backend: who computes the rows, see `toolkit.losses.native`.
     """
 
     divergence: Divergence
@@ -45,12 +47,17 @@ class LossOptions:
     memory_budget_mib: int = 1024
     window_rows: int | None = None
     shard_columns: int = 16384
+    backend: Backend = "auto"
 
     def __post_init__(self) -> None:
         """Refuse what has no meaning."""
         if self.divergence not in get_args(Divergence):
             raise InputError(
                 f"divergence = {self.divergence!r}: choose one of {', '.join(get_args(Divergence))}"
+            )
+        if self.backend not in get_args(Backend):
+            raise InputError(
+                f"backend = {self.backend!r}: choose one of {', '.join(get_args(Backend))}"
             )
         if not 0 < self.beta < 1:
             raise InputError(
