@@ -156,14 +156,13 @@ ROWS_INLINE Mixture<Real> mixture(Real log_p, Real log_q, Real log_ratio, const 
   const Real distance = p_larger ? log_ratio : -log_ratio;
   const Exponential<Real> decrease = exponential(-distance);
   const Real larger = exponent(p_larger ? log_p : log_q);
-  const Real smaller = larger == Real(0) ? Real(0) : larger * decrease.exp;
   const Real change = (p_larger ? row.student_weight : row.teacher_weight) * decrease.expm1;
   const Real log_larger = -log1p_of(change);
-  const Real log_smaller = log_larger - distance;
-  const Real excess = decrease.expm1 / (Real(1) + change);
-  return {p_larger ? larger : smaller, p_larger ? smaller : larger,
-          p_larger ? log_larger : log_smaller, p_larger ? log_smaller : log_larger,
-          p_larger ? excess : -excess};
+  return {weighted(larger, p_larger ? Real(1) : decrease.exp),
+          weighted(larger, p_larger ? decrease.exp : Real(1)),
+          log_larger - (p_larger ? Real(0) : distance),
+          log_larger - (p_larger ? distance : Real(0)),
+          (p_larger ? decrease.expm1 : -decrease.expm1) / (Real(1) + change)};
 }
 
 // A column's part of the value, and the slope g: tau dvalue/dzs is q (g - sum q g).
@@ -187,7 +186,7 @@ ROWS_INLINE DivergenceTerm<Real> mixture_term(const Mixture<Real>& m, const Row<
               m.log_q_to_m - row.student_weight * row.teacher_weight * m.excess};
     default:  // total variation
       return {m.q, Real(0.5) * (m.q > m.p ? m.q - m.p : m.p - m.q),
-              m.excess > Real(0) ? Real(0.5) : (m.excess < Real(0) ? Real(-0.5) : Real(0))};
+              (m.excess > Real(0) ? Real(0.5) : Real(0)) - (m.excess < Real(0) ? Real(0.5) : Real(0))};
   }
 }
 
@@ -216,12 +215,11 @@ ROWS_INLINE GradientTerm<Real> gradient_term(Real teacher, Real student, const R
   }
   const Real x = teacher - row.constants.teacher_max, y = student - row.constants.student_max;
   const Real q = exponent(y * row.inv_tau - row.constants.log_student_z);
-  Real kd = 0;
-  if (divergence != ROWS_REVERSE_KL)
-    kd = q - exponent(x * row.inv_tau - row.constants.log_teacher_z);
-  if (divergence != ROWS_FORWARD_KL)
-    kd += weighted(q, ((y - x) * row.inv_tau + row.log_ratio) - row.mean);
-  return {kd, q};
+  const Real forward = q - exponent(x * row.inv_tau - row.constants.log_teacher_z);
+  const Real reverse = weighted(q, ((y - x) * row.inv_tau + row.log_ratio) - row.mean);
+  if (divergence == ROWS_FORWARD_KL) return {forward, q};
+  if (divergence == ROWS_REVERSE_KL) return {reverse, q};
+  return {forward + reverse, q};
 }
 
 // softmax(zs) at a column, for temperature 1.

@@ -73,8 +73,8 @@ ROWS_INLINE Exponential<float> exponential(float x) {
   p = p * r + 1.666651289e-01f;
   p = p * r + 5.000000101e-01f;
   p = p * r * r + r;  // e^r - 1
-  const float power = float_of((bits_of(shifted) + 127u) << 23);
-  return {x < lowest ? 0.0f : p * power + power, p * power + (power - 1.0f)};
+  const float power = x < lowest ? 0.0f : float_of((bits_of(shifted) + 127u) << 23);
+  return {p * power + power, p * power + (power - 1.0f)};
 }
 
 ROWS_INLINE Exponential<double> exponential(double x) { return {::exp(x), ::expm1(x)}; }
