@@ -61,7 +61,7 @@ def test_wheel_works_from_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
         archive.extractall(site)
     code = (
         "import jobs.cli, toolkit.training.trainer, transport.native as native; "
-        "from toolkit.losses.native import row_kernels; row_kernels('native', 'cpu'); "
+        "from toolkit.losses.backends import row_kernels; row_kernels('native', 'cpu'); "
         "print(native.__file__, native.load())"
     )
     done = subprocess.run(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from toolkit.errors import InputError
 from toolkit.losses import rows
+from toolkit.losses.backends import row_kernels
 from toolkit.losses.checks import (
     check_models,
     check_weight_grad,
@@ -20,7 +21,6 @@ from toolkit.losses.checks import (
 )
 from toolkit.losses.divergences import Objective
 from toolkit.losses.inputs import LossInputs
-from toolkit.losses.native import row_kernels
 from toolkit.losses.options import LossOptions
 from toolkit.losses.plan import Plan, Sizes, make_plan
 from toolkit.losses.recompute import RecomputeFunction

@@ -1,4 +1,4 @@
-"""The row kernels in native code: C++ on the CPU, CUDA C++ on a GPU; the choice of a backend.
+"""The row kernels in native code: C++ on the CPU, CUDA C++ on a GPU.
 
 Shapes: R rows, S columns of a tile. The libraries are a plain C interface
 (`toolkit/csrc/rows_api.h`), tied to no version of Python or torch. Kernels check nothing; what is
@@ -6,33 +6,14 @@ asserted here is what a wrong pointer would turn into a wild access.
 """
 
 import ctypes
-import logging
-from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
-from toolkit.errors import InputError
-from toolkit.losses import rows
 from toolkit.losses.divergences import Divergence, Objective
-from toolkit.losses.rows import RowKernels, RowResults, Tile
-
-Backend = Literal["auto", "torch", "native"]
-
-LIBRARIES = {
-    "cpu": Path(__file__).parents[1] / "libdisaggkd_rows.so",
-    "cuda": Path(__file__).parents[1] / "libdisaggkd_rows_cuda.so",
-}
-"""Library for each type of device."""
-
-REMEDY = {
-    "cpu": "install g++ and then the package again (pip install -e .)",
-    "cuda": "install nvcc and then the package again, with DISAGGKD_CUDA=1 (pip install -e .)",
-}
-
-log = logging.getLogger(__name__)
+from toolkit.losses.rows import RowResults, Tile
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float64: 2}
 _DIVERGENCES = {name: number for number, name in enumerate(get_args(Divergence))}
@@ -40,41 +21,6 @@ _DIVERGENCES = {name: number for number, name in enumerate(get_args(Divergence))
 
 class NativeError(RuntimeError):
     """A native row kernel could not run; the message holds the driver's own."""
-
-
-@cache
-def row_kernels(backend: Backend, device_type: str) -> RowKernels:
-    """Return the row kernels for a type of device, and log once which they are.
-
-    Args:
-        backend: `native`; `torch`; or `auto`, which is native where its library is built.
-        device_type: `cpu`, `cuda` or another of torch's.
-
-    Raises:
-        InputError: `native` is asked for and its library is not there; the message has the remedy.
-    """
-    library = LIBRARIES.get(device_type)
-    if library is not None and library.is_file() and backend != "torch":
-        log.info("row kernels of the loss on %s: native, %s", device_type, library.name)
-        return NativeKernels(library)
-    if backend == "native":
-        raise InputError(_missing(device_type))
-    if backend == "auto":
-        log.warning("row kernels of the loss on %s: torch, slower; %s", *_why(device_type))
-    else:
-        log.info("row kernels of the loss on %s: torch, as chosen", device_type)
-    return rows
-
-
-def _why(device_type: str) -> tuple[str, str]:
-    return device_type, _missing(device_type)
-
-
-def _missing(device_type: str) -> str:
-    if device_type not in LIBRARIES:
-        return f"there are no native row kernels for {device_type}; use backend torch"
-    name = LIBRARIES[device_type].name
-    return f"{name} is not built: {REMEDY[device_type]}"
 
 
 class CTile(ctypes.Structure):

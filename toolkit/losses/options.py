@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from toolkit.errors import InputError
+from toolkit.losses.backends import Backend
 from toolkit.losses.divergences import Divergence
-from toolkit.losses.native import Backend
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class LossOptions:
             gradients, see `toolkit.losses.plan.transient_bytes`.
         window_rows: tokens of a window, whatever the budget; by default as many as fit.
         shard_columns: tokens of the vocabulary that one matrix product covers, at most.
-        backend: who computes the rows, see `toolkit.losses.native`.
+        backend: who computes the rows, see `toolkit.losses.backends`.
     """
 
     divergence: Divergence

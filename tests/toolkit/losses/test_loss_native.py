@@ -10,8 +10,8 @@ from loss_cases import DIVERGENCES
 from row_cases import compute, equal_bits, errors, make_rows
 
 from toolkit.errors import InputError
-from toolkit.losses import native, rows
-from toolkit.losses.native import row_kernels
+from toolkit.losses import backends, rows
+from toolkit.losses.backends import row_kernels
 from toolkit.losses.options import LossOptions
 
 KERNELS = row_kernels("native", "cpu")
@@ -130,13 +130,13 @@ def test_rows_that_are_not_adjacent_numbers_are_refused():
 
 
 def test_choice_of_a_backend(caplog, monkeypatch, tmp_path):
-    monkeypatch.setitem(native.LIBRARIES, "cpu", tmp_path / "libdisaggkd_rows.so")
+    monkeypatch.setitem(backends.LIBRARIES, "cpu", tmp_path / "libdisaggkd_rows.so")
     row_kernels.cache_clear()
     caplog.set_level("INFO")
     try:
         with pytest.raises(InputError, match=r"libdisaggkd_rows\.so is not built: install g\+\+"):
             row_kernels("native", "cpu")
-        with pytest.raises(InputError, match="no native row kernels for meta; use backend torch"):
+        with pytest.raises(InputError, match="no native row kernels for meta: use backend torch"):
             row_kernels("native", "meta")
         assert [row_kernels("auto", "cpu") for _ in range(2)] == [rows, rows]
         assert row_kernels("torch", "cpu") is rows

@@ -12,7 +12,8 @@ from loss_cases import DIVERGENCES
 from row_cases import RowCase, compute, equal_bits, errors, make_rows
 
 from toolkit.losses import rows
-from toolkit.losses.native import LIBRARIES, NativeError, NativeKernels
+from toolkit.losses.backends import LIBRARIES
+from toolkit.losses.native import NativeError, NativeKernels
 
 ROOT = Path(__file__).resolve().parents[3]
 SOURCES = ROOT / "toolkit" / "csrc"
