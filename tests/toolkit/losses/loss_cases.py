@@ -12,6 +12,8 @@ from toolkit.losses.options import LossOptions
 from toolkit.losses.reference import reference_loss
 from toolkit.models.heads import LMHead
 
+default_backend = "auto"
+"""Backend of `options_for`; the fixture `each_backend` sets it."""
 DIVERGENCES = get_args(Divergence)
 TEMPERATURES = (1.0, 2.0, 0.7)
 RECOMPUTE = {"strategy": "recompute", "window_rows": None}
@@ -128,6 +130,7 @@ def options_for(divergence: str, **kwargs: Any) -> LossOptions:
             "z_loss": 0.01,
             "window_rows": 7,
             "shard_columns": 300,
+            "backend": default_backend,
         }
         | kwargs,
     )

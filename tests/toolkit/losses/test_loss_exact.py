@@ -24,6 +24,8 @@ from toolkit.losses.options import LossOptions
 from toolkit.losses.reference import reference_loss
 from toolkit.models.heads import LMHead
 
+pytestmark = pytest.mark.usefixtures("each_backend")
+
 BF16 = torch.bfloat16
 FLOAT64 = (torch.float64, torch.float64)
 SIZES = {

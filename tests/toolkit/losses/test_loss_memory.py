@@ -73,7 +73,7 @@ def test_memory_is_as_foreseen(monkeypatch, layout, dtypes, is_given):
     case = make_case(200, 4001, (64, 96), dtypes, bias=False, softcap=5.0, weighted=True)
     leaves = with_leaves(case, hidden=True, weight=True)
     buffer = torch.zeros(4001, 64) if is_given else None
-    options = options_for("jsd", **{"shard_columns": 1000} | layout)
+    options = options_for("jsd", **{"shard_columns": 1000, "backend": "torch"} | layout)
 
     def gradients():
         loss_of(leaves, options, weight_grad=buffer).loss.backward()
