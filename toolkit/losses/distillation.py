@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from toolkit.errors import InputError
@@ -25,6 +26,7 @@ from toolkit.losses.options import LossOptions
 from toolkit.losses.plan import Plan, Sizes, make_plan
 from toolkit.losses.recompute import RecomputeFunction
 from toolkit.losses.rows import statistics_dtype
+from toolkit.losses.vocabulary import Shards
 from toolkit.losses.windows import WindowsFunction
 from toolkit.models.heads import LMHead
 
@@ -67,6 +69,7 @@ def distillation_loss(
     weights: Tensor | None = None,
     num_tokens: float | Tensor | None = None,
     weight_grad: Tensor | None = None,
+    vocab_group: dist.ProcessGroup | None = None,
 ) -> LossSums:
     """Return the distillation loss of a batch, exact over the whole vocabulary.
 
@@ -87,6 +90,10 @@ def distillation_loss(
         weight_grad: `[V, Hs]` float32 (float64 for a float64 student), to which the gradient of
             the head's weight is added; autograd then gets none for it. Strategy `windows` adds in
             forward already: backward must then begin at the loss itself.
+        vocab_group: the ranks that share the vocabulary. Each has the same tokens, labels and
+            options, and of both heads its own rows, in the order of ranks, at least one. Loss,
+            sums and the gradient of the hidden states are then those of the whole vocabulary, on
+            every rank: backward must not add them up again. The heads' gradients are each rank's.
 
     Returns:
         The loss and its sums; all 0 if no token is labelled.
@@ -99,7 +106,10 @@ def distillation_loss(
     teacher_hidden, teacher_head = _autocast(teacher_hidden, teacher_head)
     check_models(student_hidden, student_head, teacher_hidden, teacher_head)
     tokens, vocab_size = len(student_hidden), student_head.vocab_size
-    token_index = labelled_tokens(labels, tokens, vocab_size, options.ignore_index)
+    shards = None if vocab_group is None else Shards.agreed(vocab_group, vocab_size, labels)
+    token_index = labelled_tokens(
+        labels, tokens, shards.vocab_size if shards else vocab_size, options.ignore_index
+    )
     check_weights(weights, tokens)
     check_weight_grad(weight_grad, student_head.weight)
     count = len(token_index)
@@ -115,11 +125,12 @@ def distillation_loss(
         student_head=student_head,
         teacher_hidden=teacher_hidden,
         teacher_head=teacher_head,
-        labels=labels[token_index],
+        labels=labels[token_index] - (shards.first_column if shards else 0),
         token_index=token_index,
         weights=None if weights is None else weights[token_index].to(dtype),
         objective=_objective(options, student_head, divisor if count else 1.0),
         kernels=row_kernels(options.backend, student_hidden.device.type),
+        shards=shards,
     )
     value, (kd, ce, z) = _compute(inputs, _plan(inputs, options, weight_grad), weight_grad)
     return LossSums(value, kd, ce, z, count)
@@ -150,7 +161,8 @@ def _plan(inputs: LossInputs, options: LossOptions, weight_grad: Tensor | None) 
     sizes = Sizes(
         num_tokens=len(student),
         num_rows=len(inputs.labels),
-        vocab_size=inputs.vocab_size,
+        # Of the largest shard, for ranks with different windows would wait for each other.
+        vocab_size=max(inputs.shards.sizes) if inputs.shards else inputs.vocab_size,
         hidden_sizes=(student.shape[1], teacher.shape[1]),
         itemsizes=(student.itemsize, teacher.itemsize),
         sum_itemsize=statistics_dtype(student).itemsize,

@@ -12,6 +12,7 @@ from torch import Tensor
 from toolkit.losses import rows
 from toolkit.losses.divergences import Objective
 from toolkit.losses.rows import RowKernels, RowResults, Tile
+from toolkit.losses.vocabulary import Shards
 from toolkit.models.heads import LMHead
 
 
@@ -24,11 +25,12 @@ class LossInputs:
         student_head: the student's head, of the dtype of its hidden states.
         teacher_hidden: `[T, Ht]`.
         teacher_head: the teacher's head, of the dtype of its hidden states.
-        labels: `[N]` int64 in [0, V).
+        labels: `[N]` int64, columns of these heads; with `shards` others lie outside of them.
         token_index: `[N]` int64 ascending, which of the T tokens the labels belong to.
         weights: `[N]` factors of the tokens in the dtype of the statistics, or None.
         objective: what is computed from the logits.
         kernels: the backend of the row kernels.
+        shards: of which vocabulary the heads hold a part, or None if they hold all of it.
     """
 
     student_hidden: Tensor
@@ -40,6 +42,7 @@ class LossInputs:
     weights: Tensor | None
     objective: Objective
     kernels: RowKernels = rows
+    shards: Shards | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -56,6 +59,17 @@ class LossInputs:
         """Write the logits of both models into a tile, from hidden states `[R, H]`."""
         logits_into(tile.student, student_hidden, self.student_head, tile.columns)
         logits_into(tile.teacher, teacher_hidden, self.teacher_head, tile.columns)
+
+    def finish(self, state: Tensor) -> RowResults:
+        """Return the results of rows from the states `[R, 8]` of all columns of these heads."""
+        if self.shards is not None:
+            state = self.shards.merged(state, self.objective.temperature)
+        return self.kernels.finish(state, self.objective)
+
+    def add_up(self, part: Tensor) -> None:
+        """Add, in place, what the other holders of the vocabulary have of a sum over it."""
+        if self.shards is not None:
+            self.shards.add_up(part)
 
     def loss_of(self, sums: Tensor) -> Tensor:
         """Return the loss (scalar, dtype of the statistics) from the sums `[3]`."""
@@ -91,9 +105,12 @@ def row_sums(results: RowResults, weights: Tensor | None) -> Tensor:
     return terms.sum(1, dtype=torch.float64)
 
 
-def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add `left @ right` to a total of the same dtype, or of a wider one."""
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
+def add_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool = False) -> None:
+    """Add `left @ right` to a total of the same dtype, or of a wider one; `first` replaces it."""
+    if total.dtype != left.dtype:
+        product = left @ right
+        total.copy_(product) if first else total.add_(product)
+    elif first:
+        torch.mm(left, right, out=total)
     else:
-        total += left @ right
+        total.addmm_(left, right)

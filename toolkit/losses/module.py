@@ -1,5 +1,6 @@
 """The loss as a module, for training loops that compose modules."""
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from toolkit.losses.distillation import LossSums, distillation_loss
@@ -26,6 +27,7 @@ class DistillationLoss(nn.Module):
         weights: Tensor | None = None,
         num_tokens: float | Tensor | None = None,
         weight_grad: Tensor | None = None,
+        vocab_group: dist.ProcessGroup | None = None,
     ) -> LossSums:
         """Return the loss of a batch; arguments and errors are those of `distillation_loss`."""
         return distillation_loss(
@@ -38,6 +40,7 @@ class DistillationLoss(nn.Module):
             weights=weights,
             num_tokens=num_tokens,
             weight_grad=weight_grad,
+            vocab_group=vocab_group,
         )
 
     def extra_repr(self) -> str:

@@ -29,10 +29,11 @@ def run_statistics(inputs: LossInputs, plan: Plan) -> RowResults:
     hidden = inputs.labelled(inputs.student_hidden)
     for tile in _tiles(inputs, plan, hidden):
         kernels.statistics(tile, inputs.labels, objective, state)
-    results = kernels.finish(state, objective)
+    results = inputs.finish(state)
     if objective.needs_sums:
         for tile in _tiles(inputs, plan, hidden):
             kernels.sums(tile, objective, results)
+        inputs.add_up(results.sums)
     return results
 
 
@@ -55,19 +56,22 @@ def run_gradients(
         weight_grad: `[V, H]` float32, to which the weight's gradient is added instead.
     """
     head, hidden = inputs.student_head, inputs.labelled(inputs.student_hidden)
-    total = torch.zeros_like(hidden, dtype=weights.dtype) if needed[0] else None
+    total = torch.empty_like(hidden, dtype=weights.dtype) if needed[0] else None
     weight = torch.empty_like(head.weight) if needed[1] and weight_grad is None else None
     bias = torch.empty_like(head.bias) if needed[2] and head.bias is not None else None
     for tile in _tiles(inputs, plan, hidden):
         inputs.kernels.gradient(tile, inputs.labels, inputs.objective, results, weights)
         if total is not None:
-            add_product(total, tile.student, head.weight[tile.columns])
+            first = tile.first_column == 0
+            add_product(total, tile.student, head.weight[tile.columns], first=first)
         if weight is not None:
             torch.mm(tile.student.t(), hidden, out=weight[tile.columns])
         elif needed[1] and weight_grad is not None:
             add_product(weight_grad[tile.columns], tile.student.t(), hidden)
         if bias is not None:
             bias[tile.columns] = tile.student.sum(0, dtype=weights.dtype)
+    if total is not None:
+        inputs.add_up(total)
     return _scattered(inputs, total), weight, bias
 
 

@@ -79,7 +79,7 @@ class RowKernels(Protocol):
     """The four functions of a backend."""
 
     def statistics(self, tile: Tile, labels: Tensor, objective: Objective, state: Tensor) -> None:
-        """Merge a tile into the state `[R, 8]`, in place; labels `[R]` are int64 in [0, V)."""
+        """Merge a tile into the state `[R, 8]`, in place; labels `[R]` are int64 columns."""
 
     def finish(self, state: Tensor, objective: Objective) -> RowResults:
         """Return the results of rows whose tiles are all in; `sums` is 0 if a pass is to come."""

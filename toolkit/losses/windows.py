@@ -32,14 +32,17 @@ class Gradients:
     ) -> None:
         """Start at zero, or at `weight_grad`; `needed` is of hidden states, weight and bias."""
         head = inputs.student_head
+        self._inputs = inputs
         self._head_weight = head.weight
         self._sum_dtype = rows.statistics_dtype(inputs.student_hidden)
         one_window = len(inputs.labels) <= plan.window_rows
         dtype = head.weight.dtype if one_window else self._sum_dtype
         self.hidden = torch.zeros_like(inputs.student_hidden) if needed[0] else None
         self.weight = weight_grad
+        self._is_unset = weight_grad is None and len(inputs.labels) > 0
         if self.weight is None and needed[1]:
-            self.weight = torch.zeros_like(head.weight, dtype=dtype)
+            make = torch.empty_like if self._is_unset else torch.zeros_like
+            self.weight = make(head.weight, dtype=dtype)
         self.bias = None
         if head.bias is not None and needed[2]:
             self.bias = torch.zeros_like(head.bias, dtype=self._sum_dtype)
@@ -47,15 +50,19 @@ class Gradients:
     def add(self, hidden: Tensor, index: Tensor, tiles: list[Tile]) -> None:
         """Add a window, given its hidden states `[R, H]`, their tokens and logit gradients."""
         if self.hidden is not None:
-            total = torch.zeros_like(hidden, dtype=self._sum_dtype)
+            total = torch.empty_like(hidden, dtype=self._sum_dtype)
             for tile in tiles:
-                add_product(total, tile.student, self._head_weight[tile.columns])
+                weight = self._head_weight[tile.columns]
+                add_product(total, tile.student, weight, first=tile.first_column == 0)
+            self._inputs.add_up(total)
             self.hidden.index_copy_(0, index, total.to(hidden.dtype))
         for tile in tiles:
             if self.weight is not None:
-                add_product(self.weight[tile.columns], tile.student.t(), hidden)
+                part = self.weight[tile.columns]
+                add_product(part, tile.student.t(), hidden, first=self._is_unset)
             if self.bias is not None:
                 self.bias[tile.columns] += tile.student.sum(0, dtype=self._sum_dtype)
+        self._is_unset = False
 
 
 def run_windows(
@@ -81,10 +88,11 @@ def _run_window(
     for tile in tiles:
         inputs.fill(tile, hidden, teacher_hidden)
         kernels.statistics(tile, labels, objective, state)
-    results = kernels.finish(state, objective)
+    results = inputs.finish(state)
     if objective.needs_sums:
         for tile in tiles:
             kernels.sums(tile, objective, results)
+        inputs.add_up(results.sums)
     if gradients is not None:
         for tile in tiles:
             kernels.gradient(tile, labels, objective, results, weights)
@@ -141,9 +149,11 @@ class WindowsFunction(torch.autograd.Function):
         """Return the gradients of hidden states, weight and bias."""
         if ctx.is_accumulated:
             _refuse_factor(grad_loss)
-        # Never in place: the saved gradients serve again under retain_graph.
-        scaled = [None if saved is None else saved * grad_loss for saved in ctx.saved_tensors]
-        return *scaled, None, None, None
+        gradients: tuple[Tensor | None, ...] = ctx.saved_tensors
+        if grad_loss.is_cuda or grad_loss != 1:  # to look at it would make a GPU wait
+            # Never in place: the saved gradients serve again under retain_graph.
+            gradients = tuple(saved if saved is None else saved * grad_loss for saved in gradients)
+        return *gradients, None, None, None
 
 
 def _cast(gradient: Tensor | None, like: Tensor | None) -> Tensor | None:
