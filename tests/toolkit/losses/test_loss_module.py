@@ -57,7 +57,7 @@ def train_on_full_logits(student, teacher, optimizer, batch):
 def test_loop_of_the_documentation_trains_as_full_logits_do():
     student, teacher = tiny_llama(16, 1), tiny_llama(24, 2)
     reference = copy.deepcopy(student)
-    (block,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    block = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)[0]
     lines = [line for line in block.splitlines() if line and "import " not in line]
     assert len(lines) <= 10
     optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
