@@ -21,6 +21,9 @@ check: env
 	$(BIN)/python -m pytest tests/test_layers.py
 
 bench: env
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt matplotlib
+	# Liger's own requirement, triton, is for GPUs.
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt liger-kernel
 	for file in benchmarks/*.py; do $(BIN)/python $$file --quick || exit 1; done
 
 env: .venv/installed

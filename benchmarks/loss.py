@@ -2,10 +2,10 @@
 
     python benchmarks/loss.py [--quick] [--json FILE] [--svg FILE] [--case NAME ...]
 
-Each way has a process of its own; all take turns, once a round. Times are CPU times, as medians over
-the rounds of the ratio to the matrix products of the same round. Memory is the peak above inputs
-and gradients. Errors are of the gradients of the first tokens, by norm, against float64. Liger's
-loss is measured where liger-kernel is installed (`make bench` does that).
+Each way has a process of its own; all take turns, once a round. Times are CPU times, as medians
+over the rounds of the ratio to the matrix products of the same round. Memory is the peak above
+inputs and gradients. Errors are of the gradients of the first tokens, by norm, against float64.
+Liger's loss is measured where liger-kernel is installed (`make bench` does that).
 """
 
 import argparse
@@ -19,11 +19,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
+import torch
 from losses.ways import Inputs, Sizes, Way, full_logits, make_inputs, ways
 from rich.console import Console
 from rich.table import Table
 
-import torch
 from toolkit.losses.divergences import Divergence
 
 TIMEOUT_S = 600
@@ -36,7 +36,7 @@ class Case(NamedTuple):
 
     sizes: Sizes
     dtype: str
-    divergences: tuple[str, ...] = ("forward_kl", "jsd")
+    divergences: tuple[Divergence, ...] = ("forward_kl", "jsd")
 
 
 CASES = {
@@ -59,7 +59,7 @@ class Measured(NamedTuple):
     cpu_s: float
 
 
-def work(case: Case, divergence: str, name: str) -> None:
+def work(case: Case, divergence: Divergence, name: str) -> None:
     """Do what comes in by standard input, a word a line, and answer each in JSON."""
     inputs = make_inputs(case.sizes, getattr(torch, case.dtype), "cpu")
     way = ways(inputs, divergence)[name]
@@ -95,7 +95,7 @@ def _resident(name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
-def _error(inputs: Inputs, divergence: str, name: str) -> float:
+def _error(inputs: Inputs, divergence: Divergence, name: str) -> float:
     """Return the larger error of the gradients of hidden states and head."""
     exact = inputs.first(ERROR_TOKENS, torch.float64)
     full_logits(exact, divergence).backward()  # type: ignore[no-untyped-call]
@@ -111,7 +111,7 @@ def _error(inputs: Inputs, divergence: str, name: str) -> float:
 class Worker:
     """The process of one way."""
 
-    def __init__(self, case: str, divergence: str, name: str) -> None:
+    def __init__(self, case: str, divergence: Divergence, name: str) -> None:
         """Start it."""
         self._process = subprocess.Popen(
             [sys.executable, __file__, "--worker", case, divergence, name],
@@ -136,9 +136,8 @@ class Worker:
         self._process.communicate(timeout=TIMEOUT_S)
 
 
-def measure(name: str, divergence: str, rounds: int) -> dict[str, float]:
+def measure(name: str, divergence: Divergence, rounds: int) -> dict[str, float]:
     """Return the figures of one divergence of a case."""
-    case = ALL[name]
     names = list(ways(make_inputs(Sizes(1, 1, 1, 2), torch.float32, "cpu"), divergence))
     with ExitStack() as stack:
         workers = {way: stack.enter_context(Worker(name, divergence, way)) for way in names}
@@ -161,7 +160,7 @@ def measure(name: str, divergence: str, rounds: int) -> dict[str, float]:
     return figures
 
 
-def _show(name: str, divergence: str, names: list[str], figures: dict[str, float]) -> None:
+def _show(name: str, divergence: Divergence, names: list[str], figures: dict[str, float]) -> None:
     sizes = ALL[name].sizes
     table = Table(title=f"{name}: {divergence} + CE, {ALL[name].dtype}, {sizes}")
     columns = ("way", "CPU / products", "CPU s", "wall s", "peak MiB", "gradient error")
@@ -180,9 +179,13 @@ def write_svg(figures: dict[str, float], path: Path) -> None:
 
     figure, axes = plot.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     titles = {"cpu_s": "CPU time [s]", "peak_mib": "peak above inputs and gradients [MiB]"}
-    names = list(dict.fromkeys(key.split(".")[2].removesuffix("_cpu_s") for key in figures if key.endswith("cpu_s")))
+    names = list(
+        dict.fromkeys(
+            key.split(".")[2].removesuffix("_cpu_s") for key in figures if key.endswith("cpu_s")
+        )
+    )
     for axis, (key, title) in zip(axes, titles.items(), strict=True):
-        for way in names:
+        for way in dict.fromkeys(names):
             points = [
                 (ALL[case].sizes.tokens, figures[f"{case}.jsd.{way}_{key}"])
                 for case in CURVE

@@ -3,10 +3,10 @@
     python benchmarks/loss_cuda.py [--quick] [--json FILE] [--no-checks]
 
 Builds the CUDA library for this GPU if it is not there, runs the tests of the kernels (also under
-compute-sanitizer, where it is installed), then measures in bfloat16: the four matrix products
-alone, which are the limit; full logits in eager mode and with torch.compile; Liger's chunked JSD,
-where it is installed; and this project's loss with both backends. Times are medians from CUDA
-events, memory is the peak above the inputs.
+compute-sanitizer, where it is installed), then measures in bfloat16 what `losses/ways.py` lists:
+the four matrix products alone, which are the limit; full logits in eager mode and with
+torch.compile; Liger's chunked loss, where it is installed; and this project's. Times are medians
+from CUDA events, memory is the peak above the inputs.
 """
 
 import argparse
@@ -17,41 +17,17 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from losses.ways import Sizes, make_inputs, ways
 
 from toolkit.losses import rows
 from toolkit.losses.backends import LIBRARIES, row_kernels
-from toolkit.losses.distillation import distillation_loss
-from toolkit.losses.divergences import Objective
-from toolkit.losses.options import LossOptions
-from toolkit.losses.reference import reference_loss
+from toolkit.losses.divergences import Divergence, Objective
 from toolkit.losses.rows import Tile
-from toolkit.models.heads import LMHead
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = "tests/toolkit/losses/test_loss_native_cuda.py"
-
-
-class Sizes(NamedTuple):
-    """Tokens, hidden sizes of student and teacher, vocabulary."""
-
-    tokens: int
-    student_hidden: int
-    teacher_hidden: int
-    vocab: int
-
-
-class Inputs(NamedTuple):
-    """Arguments of the loss, in bfloat16."""
-
-    student_hidden: Tensor
-    student_head: LMHead
-    teacher_hidden: Tensor
-    teacher_head: LMHead
-    labels: Tensor
 
 
 def build() -> None:
@@ -81,77 +57,6 @@ def check() -> None:
     subprocess.run(command, cwd=ROOT, check=True, timeout=600)
 
 
-def make_inputs(sizes: Sizes) -> Inputs:
-    """Draw inputs whose logits deviate by 2."""
-    torch.manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
-
-    heads = [
-        LMHead(2 * normal(sizes.vocab, hidden) / hidden**0.5)
-        for hidden in (sizes.student_hidden, sizes.teacher_hidden)
-    ]
-    student_hidden = normal(sizes.tokens, sizes.student_hidden).requires_grad_()
-    heads[0].weight.requires_grad_()
-    teacher_hidden = normal(sizes.tokens, sizes.teacher_hidden)
-    labels = torch.randint(0, sizes.vocab, (sizes.tokens,), device="cuda")
-    return Inputs(student_hidden, heads[0], teacher_hidden, heads[1], labels)
-
-
-def gemms(inputs: Inputs) -> None:
-    """Compute the logits of both models and both gradients from them, in windows of rows."""
-    with torch.no_grad():
-        weight, other = inputs.student_head.weight, inputs.teacher_head.weight
-        for start in range(0, len(inputs.labels), 2048):
-            hidden = inputs.student_hidden[start : start + 2048]
-            student = hidden @ weight.t()
-            torch.mm(inputs.teacher_hidden[start : start + 2048], other.t())
-            student @ weight
-            student.t() @ hidden
-
-
-def ways(inputs: Inputs, divergence: str) -> dict[str, Callable[[], object]]:
-    """Return what is measured: each computes the loss and its gradients once."""
-    options = LossOptions(divergence, ce_weight=0.5, window_rows=2048, shard_columns=32768)
-    compiled = torch.compile(reference_loss)
-
-    def step(loss: Callable[..., object], chosen: LossOptions) -> Callable[[], object]:
-        def run() -> None:
-            inputs.student_hidden.grad = inputs.student_head.weight.grad = None
-            loss(*inputs, chosen).loss.backward()  # type: ignore[attr-defined]
-
-        return run
-
-    found = {"gemm": lambda: gemms(inputs)}
-    for backend in ("native", "torch"):
-        chosen = LossOptions(**{**vars(options), "backend": backend})
-        found[f"ours_{backend}"] = step(distillation_loss, chosen)
-    found |= {"eager": step(reference_loss, options), "compile": step(compiled, options)}
-    if divergence == "jsd":
-        found |= liger(inputs)
-    return found
-
-
-def liger(inputs: Inputs) -> dict[str, Callable[[], object]]:
-    """Return Liger's loss, where it is installed."""
-    try:
-        from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
-    except ImportError:
-        print("liger-kernel is not installed")
-        return {}
-    loss = LigerFusedLinearJSDLoss(weight_hard_loss=0.5, weight_soft_loss=0.5, beta=0.5)
-
-    def run() -> None:
-        student, teacher = inputs.student_head.weight, inputs.teacher_head.weight
-        inputs.student_hidden.grad = student.grad = None
-        arguments = (inputs.student_hidden, student, inputs.teacher_hidden, teacher)
-        result = loss(*arguments, true_labels=inputs.labels)
-        (result[0] if isinstance(result, tuple) else result).backward()
-
-    return {"liger": run}
-
-
 def median_ms(run: Callable[[], object], rounds: int) -> float:
     """Return the median time between two CUDA events, after two runs to warm up."""
     times = []
@@ -178,7 +83,7 @@ def measure(run: Callable[[], object], rounds: int) -> tuple[float, float] | Non
         return None
 
 
-def bandwidths(divergence: str, dtype: torch.dtype, rounds: int) -> dict[str, float]:
+def bandwidths(divergence: Divergence, dtype: torch.dtype, rounds: int) -> dict[str, float]:
     """Return the GB/s of logits that each kernel reads and writes, on tiles beyond the cache."""
     count, columns = 4096, 32768
     student, teacher = (torch.randn(count, columns, device="cuda", dtype=dtype) for _ in range(2))
@@ -219,8 +124,9 @@ def main() -> None:
     rounds = 3 if arguments.quick else 10
     sizes = Sizes(2048, 1024, 2048, 32000) if arguments.quick else Sizes(8192, 2048, 4096, 128256)
     figures: dict[str, float] = {}
-    inputs = make_inputs(sizes)
-    for divergence in ("forward_kl", "jsd"):
+    inputs = make_inputs(sizes, torch.bfloat16, "cuda")
+    divergences: tuple[Divergence, ...] = ("forward_kl", "jsd")
+    for divergence in divergences:
         for dtype in (torch.bfloat16, torch.float32):
             figures |= bandwidths(divergence, dtype, rounds)
         for name, run in ways(inputs, divergence).items():

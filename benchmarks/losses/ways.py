@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from toolkit.losses import LMHead, LossOptions, distillation_loss
+from toolkit.losses.divergences import Divergence
 
 KD_WEIGHT = CE_WEIGHT = 0.5
 MIX = 0.5
@@ -70,11 +71,10 @@ def make_inputs(sizes: Sizes, dtype: torch.dtype, device: str) -> Inputs:
     )
 
 
-def ways(inputs: Inputs, divergence: str) -> dict[str, Way]:
+def ways(inputs: Inputs, divergence: Divergence) -> dict[str, Way]:
     """Return what computes loss and gradients of some inputs once, by name.
 
-    `gemms` computes the logits of both models and two products of the size of the gradients, which
-    is the least that any way does without keeping full logits out of reach.
+    `gemms` is the limit: the four matrix products of all tokens, and nothing else.
     """
 
     def run(loss: Callable[..., Tensor]) -> Way:
@@ -106,9 +106,9 @@ def _gemms(inputs: Inputs) -> None:
     hidden.grad, weight.grad = student @ weight, student.t() @ hidden
 
 
-def _ours(inputs: Inputs, divergence: str, **choice: object) -> Tensor:
+def _ours(inputs: Inputs, divergence: Divergence, **choice: object) -> Tensor:
     options = LossOptions(
-        divergence,  # type: ignore[arg-type]
+        divergence,
         kd_weight=KD_WEIGHT,
         ce_weight=CE_WEIGHT,
         beta=MIX,
@@ -121,7 +121,7 @@ def _ours(inputs: Inputs, divergence: str, **choice: object) -> Tensor:
     return distillation_loss(*arguments, options).loss
 
 
-def _liger(divergence: str) -> Callable[..., Tensor] | None:
+def _liger(divergence: Divergence) -> Callable[..., Tensor] | None:
     """Return Liger's chunked loss, which its authors compile, where it is installed and fits."""
     betas = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": MIX}
     try:
@@ -132,14 +132,14 @@ def _liger(divergence: str) -> Callable[..., Tensor] | None:
         return None
     module = LigerFusedLinearJSDLoss(KD_WEIGHT, CE_WEIGHT, betas[divergence])
 
-    def loss(inputs: Inputs, divergence: str) -> Tensor:
+    def loss(inputs: Inputs, divergence: Divergence) -> Tensor:
         result: Tensor = module(*inputs[:4], inputs.labels)
         return result
 
     return loss
 
 
-def full_logits(inputs: Inputs, divergence: str) -> Tensor:
+def full_logits(inputs: Inputs, divergence: Divergence) -> Tensor:
     """Return the loss as one would write it, with logits `[T, V]` of both models."""
     student = (inputs.student_hidden @ inputs.student_weight.t()).to(_wide(inputs))
     with torch.no_grad():

@@ -36,7 +36,9 @@ class Shards:
         Raises:
             InputError: the ranks were given different labels; all of them raise it.
         """
-        own = torch.stack([labels.new_tensor(num_columns), labels.new_tensor(len(labels)), labels.sum()])
+        own = torch.stack(
+            [labels.new_tensor(num_columns), labels.new_tensor(len(labels)), labels.sum()]
+        )
         parts = _gathered(own, group)
         sizes, *facts = zip(*(part.tolist() for part in parts), strict=True)
         if any(len(set(fact)) > 1 for fact in facts):

@@ -28,9 +28,7 @@ def part_of(case, columns):
     def cut(head):
         return LMHead(head.weight[columns], head.bias[columns], head.scale, head.softcap)
 
-    return replace(
-        case, student_head=cut(case.student_head), teacher_head=cut(case.teacher_head)
-    )
+    return replace(case, student_head=cut(case.student_head), teacher_head=cut(case.teacher_head))
 
 
 def on_rank(rank, cuts):
