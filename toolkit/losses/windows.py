@@ -7,6 +7,7 @@ known, the gradient is written over the student's logits and multiplied out. Ful
 never exist, and nothing is computed twice. What it takes: `toolkit.losses.plan.transient_bytes`.
 """
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -47,22 +48,23 @@ class Gradients:
         if head.bias is not None and needed[2]:
             self.bias = torch.zeros_like(head.bias, dtype=self._sum_dtype)
 
-    def add(self, hidden: Tensor, index: Tensor, tiles: list[Tile]) -> None:
+    def add(self, hidden: Tensor, index: Tensor, tiles: Iterable[Tile]) -> None:
         """Add a window, given its hidden states `[R, H]`, their tokens and logit gradients."""
-        if self.hidden is not None:
-            total = torch.empty_like(hidden, dtype=self._sum_dtype)
-            for tile in tiles:
-                weight = self._head_weight[tile.columns]
-                add_product(total, tile.student, weight, first=tile.first_column == 0)
-            self._inputs.add_up(total)
-            self.hidden.index_copy_(0, index, total.to(hidden.dtype))
+        total = torch.empty_like(hidden, dtype=self._sum_dtype)
         for tile in tiles:
+            columns = tile.columns
+            if self.hidden is not None:
+                weight = self._head_weight[columns]
+                add_product(total, tile.student, weight, first=columns.start == 0)
             if self.weight is not None:
-                part = self.weight[tile.columns]
+                part = self.weight[columns]
                 add_product(part, tile.student.t(), hidden, first=self._is_unset)
             if self.bias is not None:
-                self.bias[tile.columns] += tile.student.sum(0, dtype=self._sum_dtype)
+                self.bias[columns] += tile.student.sum(0, dtype=self._sum_dtype)
         self._is_unset = False
+        if self.hidden is not None:
+            self._inputs.add_up(total)
+            self.hidden.index_copy_(0, index, total.to(hidden.dtype))
 
 
 def run_windows(
@@ -94,9 +96,13 @@ def _run_window(
             kernels.sums(tile, objective, results)
         inputs.add_up(results.sums)
     if gradients is not None:
-        for tile in tiles:
-            kernels.gradient(tile, labels, objective, results, weights)
-        gradients.add(hidden, inputs.token_index[window], tiles)
+
+        def differentiated() -> Iterator[Tile]:
+            for tile in tiles:
+                kernels.gradient(tile, labels, objective, results, weights)
+                yield tile
+
+        gradients.add(hidden, inputs.token_index[window], differentiated())
     return row_sums(results, weights)
 
 
