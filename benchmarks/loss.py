@@ -28,7 +28,7 @@ from toolkit.losses.divergences import Divergence
 
 TIMEOUT_S = 600
 ERROR_TOKENS = 64
-LIMIT = "gemms"
+LIMIT = "gemm"
 
 
 class Case(NamedTuple):
@@ -148,27 +148,32 @@ def measure(name: str, divergence: Divergence, rounds: int) -> dict[str, float]:
         errors = {way: workers[way].ask("error") for way in names if way != LIMIT}
     figures = {}
     for way in names:
-        key = f"{name}.{divergence}.{way}"
+        key = f"{_prefix(name, divergence)}.{way}"
         figures[f"{key}_cpu_s"] = statistics.median(turn[way].cpu_s for turn in turns)
         figures[f"{key}_wall_s"] = statistics.median(turn[way].wall_s for turn in turns)
         figures[f"{key}_peak_mib"] = peaks[way] / 2**20
         if way != LIMIT:
             ratios = [turn[way].cpu_s / turn[LIMIT].cpu_s for turn in turns]
-            figures[f"{key}_over_gemms"] = statistics.median(ratios)
+            figures[f"{key}_vs_gemm"] = statistics.median(ratios)
             figures[f"{key}_error"] = errors[way]
     _show(name, divergence, names, figures)
     return figures
 
 
+def _prefix(name: str, divergence: Divergence) -> str:
+    return name if divergence == "forward_kl" else f"{name}.{divergence}"
+
+
 def _show(name: str, divergence: Divergence, names: list[str], figures: dict[str, float]) -> None:
-    sizes = ALL[name].sizes
-    table = Table(title=f"{name}: {divergence} + CE, {ALL[name].dtype}, {sizes}")
+    case = ALL[name]
+    sizes = "T {}, Hs {}, Ht {}, V {}".format(*case.sizes)
+    table = Table(title=f"{name}: {divergence} + CE, {case.dtype}, {sizes}")
     columns = ("way", "CPU / products", "CPU s", "wall s", "peak MiB", "gradient error")
-    keys = ("over_gemms", "cpu_s", "wall_s", "peak_mib", "error")
+    keys = ("vs_gemm", "cpu_s", "wall_s", "peak_mib", "error")
     for column in columns:
         table.add_column(column, justify="left" if column == "way" else "right")
     for way in names:
-        values = [figures.get(f"{name}.{divergence}.{way}_{key}") for key in keys]
+        values = [figures.get(f"{_prefix(name, divergence)}.{way}_{key}") for key in keys]
         table.add_row(way, *("" if value is None else f"{value:.3g}" for value in values))
     Console(width=110).print(table)
 

@@ -74,7 +74,7 @@ def make_inputs(sizes: Sizes, dtype: torch.dtype, device: str) -> Inputs:
 def ways(inputs: Inputs, divergence: Divergence) -> dict[str, Way]:
     """Return what computes loss and gradients of some inputs once, by name.
 
-    `gemms` is the limit: the four matrix products of all tokens, and nothing else.
+    `gemm` is the limit: the four matrix products of all tokens, and nothing else.
     """
 
     def run(loss: Callable[..., Tensor]) -> Way:
@@ -85,12 +85,12 @@ def ways(inputs: Inputs, divergence: Divergence) -> dict[str, Way]:
         return step
 
     found: dict[str, Way] = {
-        "gemms": partial(_gemms, inputs),
+        "gemm": partial(_gemms, inputs),
         "eager": run(full_logits),
         "compile": run(torch.compile(full_logits)),
-        "windows": run(partial(_ours, strategy="windows")),
-        "recompute": run(partial(_ours, strategy="recompute")),
-        "windows_torch": run(partial(_ours, strategy="windows", backend="torch")),
+        "ours": run(partial(_ours, strategy="windows")),
+        "ours_recompute": run(partial(_ours, strategy="recompute")),
+        "ours_torch": run(partial(_ours, strategy="windows", backend="torch")),
     }
     if (liger := _liger(divergence)) is not None:
         found["liger"] = run(liger)
