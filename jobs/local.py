@@ -16,6 +16,7 @@ from toolkit.config import Config
 
 _TICK_S = 0.2
 _GRACE_S = 5.0
+_END_S = 30.0
 _EXIT_STOPPED = 75
 
 
@@ -96,7 +97,7 @@ class LocalRun:
         """Return when all processes have ended, or have had their time to.
 
         The run goes on without a teacher. When a student has ended, the others save and end, and
-        then the teachers.
+        then the teachers. Of a run that is done nothing is left to save.
         """
         transport = self._config.transport
         limits = {"student": transport.take_timeout_s, "teacher": transport.dead_after_s + _GRACE_S}
@@ -108,6 +109,8 @@ class LocalRun:
             students = self._running("student")
             if len(students) < self._config.student.replicas:
                 waited_since["student"] = min(now, waited_since["student"])
+            if self._folder.done.exists():
+                limits["student"] = _END_S
             if not students:
                 waited_since["teacher"] = min(now, waited_since["teacher"])
             role = "student" if students else "teacher"
@@ -123,9 +126,16 @@ class LocalRun:
         # By the signal itself ends who has not come to handle it: there is nothing to save yet.
         if self._stop_asked and students <= {None, _EXIT_STOPPED, -signal.SIGTERM}:
             return Outcome(130, "stopped; the same command goes on from the last checkpoint")
-        if students == {0}:
-            return Outcome(0, "\n".join(self._lost_teachers()))
+        if students == {0} or (self._folder.done.exists() and students <= {0, None}):
+            return Outcome(0, "\n".join([*self._stuck_students(), *self._lost_teachers()]))
         return Outcome(1, self._describe_failure())
+
+    def _stuck_students(self) -> list[str]:
+        return [
+            f"student {role.rank} did not end and was killed, but the run is done; "
+            f"{self._folder.log_file('student', role.rank)} shows where it was"
+            for role in self._running("student")
+        ]
 
     def _lost_teachers(self) -> list[str]:
         notes = {failure.rank: str(failure) for failure in self._folder.teacher_failures()}
@@ -151,6 +161,11 @@ class LocalRun:
         return "\n".join([f"{role}:", *tail])
 
     def _kill(self) -> None:
+        left = self._running()
+        for role in left:
+            role.process.send_signal(signal.SIGQUIT)  # it writes its stacks into its log
+        if left:
+            time.sleep(_TICK_S)
         for role in self._roles:
             if role.process.poll() is None:
                 role.process.kill()

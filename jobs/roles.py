@@ -51,6 +51,7 @@ def run_role(role: str, rank: int, folder: Path) -> int:
         level=logging.INFO, stream=sys.stdout, format="%(asctime)s %(levelname)s %(message)s"
     )
     faulthandler.enable()  # a crash in native code leaves the stacks in the log
+    faulthandler.register(signal.SIGQUIT)  # and so does this, without a crash
     disable_progress_bar()  # type: ignore[no-untyped-call]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent turns Ctrl-C into SIGTERM
     run_folder = RunFolder(folder)

@@ -73,12 +73,12 @@ class CommandLine:
         return output
 
     def _stacks(self) -> str:
-        """Abort the roles that go on, and return the ends of all logs, with their stacks."""
+        """Return the ends of all logs, with the stacks of the roles that go on."""
         for process in self.children():
             with contextlib.suppress(psutil.NoSuchProcess):
                 if " role " in " ".join(process.cmdline()):
-                    process.send_signal(signal.SIGABRT)
-                    process.wait(10)
+                    process.send_signal(signal.SIGQUIT)
+        time.sleep(1)
         logs = sorted(self.folder.glob("*/logs/*.log"))
         return "\n".join(f"{log}:\n{log.read_text()[-5000:]}" for log in logs)
 
