@@ -2,11 +2,14 @@
 
 import json
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
-from command_line import CommandLine, wait_for
+from command_line import ROOT, CommandLine, wait_for
 
 from toolkit.training.metrics import read_steps
+from transport.rendezvous import RunKeys
 
 RANKS = ("student.replicas=3", "data.batch_size=1")
 QUICK = ("transport.heartbeat_s=0.2", "transport.dead_after_s=3.0", "transport.grace_s=3.0")
@@ -64,3 +67,36 @@ def test_a_killed_rank_ends_the_run_with_a_clear_error(disaggkd: CommandLine) ->
     assert "another rank of the student is lost" in log
     saved = max(path.name for path in (folder / "checkpoints").iterdir())
     assert saved == f"step-{_steps_done(folder):08d}"  # by the first rank alone
+
+
+JOIN_AND_LEAVE = """
+import sys
+from pathlib import Path
+import torch
+from toolkit.training.ranks import Ranks, joined
+ranks = Ranks(int(sys.argv[1]), 2, torch.device("cpu"))
+torch.set_num_threads(1)
+for turn in range(100):
+    with joined(ranks, Path(sys.argv[2]) / str(turn), "lo", 30.0):
+        replica = ranks.replicate(torch.nn.Linear(4, 4))
+        replica(torch.ones(1, 4)).sum().backward()
+        ranks.sum(1.0)
+        ranks.wait()
+    del replica  # after the group was left, as where a run returns
+"""
+
+
+def test_leaving_the_other_ranks_never_hangs(tmp_path: Path) -> None:
+    """A group that ended with its last DDP module hung about once in a hundred times."""
+    for turn in range(100):
+        folder = tmp_path / str(turn)
+        folder.mkdir(mode=0o700)
+        RunKeys.create(folder)
+    command = [sys.executable, "-c", JOIN_AND_LEAVE]
+    ranks = [subprocess.Popen([*command, str(rank), tmp_path], cwd=ROOT) for rank in range(2)]
+    try:
+        assert [rank.wait(120) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()

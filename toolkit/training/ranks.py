@@ -21,6 +21,10 @@ from transport.rendezvous import interface_address, publish, wait_for
 
 _STORE = "students"
 
+_groups: list[dist.ProcessGroup] = []
+"""Keeps process groups alive until the process ends: DDP would drop the last reference to one with
+the GIL held, and wait for a thread of the group that may want the GIL (torch 2.13)."""
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -119,6 +123,8 @@ def joined(ranks: Ranks, folder: Path, interface: str, timeout_s: float) -> Iter
     dist.init_process_group(
         backend, store=store, rank=ranks.rank, world_size=ranks.size, timeout=timeout
     )
+    if dist.group.WORLD is not None:
+        _groups.append(dist.group.WORLD)
     try:
         yield
     except RuntimeError as error:
