@@ -11,6 +11,7 @@ Liger's loss is measured where liger-kernel is installed (`make bench` does that
 import argparse
 import ctypes
 import json
+import select
 import statistics
 import subprocess
 import sys
@@ -126,6 +127,8 @@ class Worker:
         """Return its answer."""
         assert self._process.stdin is not None and self._process.stdout is not None
         print(word, file=self._process.stdin, flush=True)
+        if not select.select([self._process.stdout], [], [], TIMEOUT_S)[0]:
+            raise TimeoutError(f"no answer to {word!r} within {TIMEOUT_S} s")
         return json.loads(self._process.stdout.readline())
 
     def __enter__(self) -> "Worker":
