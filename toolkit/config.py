@@ -110,7 +110,7 @@ class LossSection(Section):
     """Memory that the loss may take at a time, above its inputs and gradients."""
     window_rows: PositiveInt | None = None
     """Tokens of a window; by default as many as fit the budget."""
-    shard_columns: PositiveInt = 16384
+    shard_columns: PositiveInt = 8192
     backend: Literal["auto", "torch", "native"] = "auto"
     """Who computes the rows: torch ops, the native kernels, or these where they are built."""
 

@@ -19,7 +19,7 @@ def top1_agreement(
     teacher_head: LMHead,
     *,
     window_rows: int = 1024,
-    shard_columns: int = 16384,
+    shard_columns: int = 8192,
 ) -> Tensor:
     """Return the number of tokens for which both heads rank the same token first.
 

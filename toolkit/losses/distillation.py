@@ -22,6 +22,7 @@ from toolkit.losses.checks import (
 )
 from toolkit.losses.divergences import Objective
 from toolkit.losses.inputs import LossInputs
+from toolkit.losses.operator import call_operator
 from toolkit.losses.options import LossOptions
 from toolkit.losses.plan import Plan, Sizes, make_plan
 from toolkit.losses.recompute import RecomputeFunction
@@ -48,16 +49,11 @@ class LossSums(NamedTuple):
     """Sum of cross-entropies."""
     z: Tensor
     """Sum of squared log sum exp of the student's logits."""
-    num_tokens: int
-    """Labelled tokens of this call, whatever the loss was divided by."""
+    num_tokens: int | Tensor
+    """Labelled tokens of this call, whatever the loss was divided by; a tensor where
+    `torch.compile` runs the loss."""
 
 
-def _uncompiled(function: _Function) -> _Function:
-    """Keep `torch.compile` out, and the types that its own decorator loses."""
-    return torch.compiler.disable(function)  # type: ignore[no-untyped-call, no-any-return]
-
-
-@_uncompiled
 def distillation_loss(
     student_hidden: Tensor,
     student_head: LMHead,
@@ -75,7 +71,9 @@ def distillation_loss(
 
     Gradients flow to the student's hidden states and to the weight and bias of its head, where
     these require them; never to the teacher. Under autocast, hidden states and heads are cast to
-    its dtype, as linear layers do. `torch.compile` leaves this function as it is, between graphs.
+    its dtype, as linear layers do. `torch.compile` sees one operator, which computes the gradients
+    along with the loss, whatever the strategy; with weight_grad or vocab_group the loss runs
+    between two graphs.
 
     Args:
         student_hidden: `[T, Hs]`, float64, float32 or bfloat16, the dtype of the head's weight.
@@ -104,6 +102,31 @@ def distillation_loss(
     """
     student_hidden, student_head = _autocast(student_hidden, student_head)
     teacher_hidden, teacher_head = _autocast(teacher_hidden, teacher_head)
+    models = student_hidden, student_head, teacher_hidden, teacher_head
+    if torch.compiler.is_compiling() and weight_grad is None and vocab_group is None:
+        value, sums = call_operator(*models, labels, options, weights, num_tokens)
+        return LossSums(value, *sums.unbind())
+    return _loss(*models, labels, options, weights, num_tokens, weight_grad, vocab_group)
+
+
+def _uncompiled(function: _Function) -> _Function:
+    """Keep `torch.compile` out, and the types that its own decorator loses."""
+    return torch.compiler.disable(function)  # type: ignore[no-untyped-call, no-any-return]
+
+
+@_uncompiled
+def _loss(
+    student_hidden: Tensor,
+    student_head: LMHead,
+    teacher_hidden: Tensor,
+    teacher_head: LMHead,
+    labels: Tensor,
+    options: LossOptions,
+    weights: Tensor | None,
+    num_tokens: float | Tensor | None,
+    weight_grad: Tensor | None,
+    vocab_group: dist.ProcessGroup | None,
+) -> LossSums:
     check_models(student_hidden, student_head, teacher_hidden, teacher_head)
     tokens, vocab_size = len(student_hidden), student_head.vocab_size
     shards = None if vocab_group is None else Shards.agreed(vocab_group, vocab_size, labels)

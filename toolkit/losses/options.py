@@ -46,7 +46,7 @@ class LossOptions:
     strategy: Literal["auto", "windows", "recompute"] = "auto"
     memory_budget_mib: int = 1024
     window_rows: int | None = None
-    shard_columns: int = 16384
+    shard_columns: int = 8192
     backend: Backend = "auto"
 
     def __post_init__(self) -> None:

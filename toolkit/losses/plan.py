@@ -68,11 +68,12 @@ def transient_bytes(plan: Plan, sizes: Sizes) -> int:
     if sizes.num_rows < sizes.num_tokens:  # labelled rows are copied together
         pairs = zip(sizes.hidden_sizes, sizes.itemsizes, strict=True)
         num_bytes += rows * sum(size * itemsize for size, itemsize in pairs)
-    num_bytes += rows * hidden * sum_item  # gradient of the hidden states
+    num_bytes += rows * hidden * (item if plan.strategy == "windows" else sum_item)  # gradient
     steps = [sizes.workspace_bytes]
     if item < sum_item:  # products are made in the narrow type, widened and added
         sums_weight = not sizes.own_weight_grad or rows < sizes.num_rows
-        steps.append((max(rows, columns) if sums_weight else rows) * hidden * (item + sum_item))
+        summed = columns * sums_weight if plan.strategy == "windows" else max(rows, columns)
+        steps.append(summed * hidden * (item + sum_item))
         if sizes.own_weight_grad and rows < sizes.num_rows:
             num_bytes += sizes.vocab_size * hidden * sum_item
     return num_bytes + max(steps)

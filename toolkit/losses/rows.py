@@ -51,8 +51,13 @@ class Tile(NamedTuple):
         return slice(self.first_column, self.first_column + self.student.shape[1])
 
     def rows(self, span: slice) -> "Tile":
-        """Return some rows of the tile."""
+        """Return some of the rows, in the same memory."""
         return Tile(self.student[span], self.teacher[span], self.first_column)
+
+    def shard(self, columns: slice) -> "Tile":
+        """Return some of the columns, in the same memory."""
+        first = self.first_column + columns.start
+        return Tile(self.student[:, columns], self.teacher[:, columns], first)
 
 
 class RowResults(NamedTuple):

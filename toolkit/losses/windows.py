@@ -7,7 +7,6 @@ known, the gradient is written over the student's logits and multiplied out. Ful
 never exist, and nothing is computed twice. What it takes: `toolkit.losses.plan.transient_bytes`.
 """
 
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -48,23 +47,21 @@ class Gradients:
         if head.bias is not None and needed[2]:
             self.bias = torch.zeros_like(head.bias, dtype=self._sum_dtype)
 
-    def add(self, hidden: Tensor, index: Tensor, tiles: Iterable[Tile]) -> None:
+    def add(self, hidden: Tensor, index: Tensor, gradient: Tensor, shards: list[slice]) -> None:
         """Add a window, given its hidden states `[R, H]`, their tokens and logit gradients."""
-        total = torch.empty_like(hidden, dtype=self._sum_dtype)
-        for tile in tiles:
-            columns = tile.columns
-            if self.hidden is not None:
-                weight = self._head_weight[columns]
-                add_product(total, tile.student, weight, first=columns.start == 0)
-            if self.weight is not None:
-                part = self.weight[columns]
-                add_product(part, tile.student.t(), hidden, first=self._is_unset)
-            if self.bias is not None:
-                self.bias[columns] += tile.student.sum(0, dtype=self._sum_dtype)
-        self._is_unset = False
         if self.hidden is not None:
+            # One product, hence rounded once; a sum over ranks needs more digits.
+            total = gradient @ self._head_weight
+            total = total if self._inputs.shards is None else total.to(self._sum_dtype)
             self._inputs.add_up(total)
             self.hidden.index_copy_(0, index, total.to(hidden.dtype))
+        if self.weight is not None:
+            for columns in shards:
+                part = self.weight[columns]
+                add_product(part, gradient[:, columns].t(), hidden, first=self._is_unset)
+        if self.bias is not None:
+            self.bias += gradient.sum(0, dtype=self._sum_dtype)
+        self._is_unset = False
 
 
 def run_windows(
@@ -72,21 +69,28 @@ def run_windows(
 ) -> tuple[Tensor, Tensor]:
     """Return loss and sums `[3]`, and add up the gradients where they are wanted."""
     sums = torch.zeros(3, dtype=torch.float64, device=inputs.student_hidden.device)
-    buffers = _buffers(inputs, plan)
+    size = plan.window_rows, inputs.vocab_size
+    logits = Tile(inputs.student_hidden.new_empty(size), inputs.teacher_hidden.new_empty(size), 0)
+    shards = spans(inputs.vocab_size, plan.shard_columns)
     for window in spans(len(inputs.labels), plan.window_rows):
-        sums += _run_window(inputs, window, buffers, gradients)
+        sums += _run_window(inputs, window, logits, shards, gradients)
     return inputs.loss_of(sums), sums
 
 
 def _run_window(
-    inputs: LossInputs, window: slice, buffers: list[Tile], gradients: Gradients | None
+    inputs: LossInputs,
+    window: slice,
+    logits: Tile,
+    shards: list[slice],
+    gradients: Gradients | None,
 ) -> Tensor:
     kernels, objective, labels = inputs.kernels, inputs.objective, inputs.labels[window]
     weights = None if inputs.weights is None else inputs.weights[window]
     hidden = inputs.labelled(inputs.student_hidden, window)
     teacher_hidden = inputs.labelled(inputs.teacher_hidden, window)
     state = rows.empty_state(len(labels), hidden)
-    tiles = [buffer.rows(slice(len(labels))) for buffer in buffers]
+    logits = logits.rows(slice(len(labels)))
+    tiles = [logits.shard(columns) for columns in shards]
     for tile in tiles:
         inputs.fill(tile, hidden, teacher_hidden)
         kernels.statistics(tile, labels, objective, state)
@@ -96,25 +100,10 @@ def _run_window(
             kernels.sums(tile, objective, results)
         inputs.add_up(results.sums)
     if gradients is not None:
-
-        def differentiated() -> Iterator[Tile]:
-            for tile in tiles:
-                kernels.gradient(tile, labels, objective, results, weights)
-                yield tile
-
-        gradients.add(hidden, inputs.token_index[window], differentiated())
+        for tile in tiles:
+            kernels.gradient(tile, labels, objective, results, weights)
+        gradients.add(hidden, inputs.token_index[window], logits.student, shards)
     return row_sums(results, weights)
-
-
-def _buffers(inputs: LossInputs, plan: Plan) -> list[Tile]:
-    return [
-        Tile(
-            inputs.student_hidden.new_empty(plan.window_rows, columns.stop - columns.start),
-            inputs.teacher_hidden.new_empty(plan.window_rows, columns.stop - columns.start),
-            columns.start,
-        )
-        for columns in spans(inputs.vocab_size, plan.shard_columns)
-    ]
 
 
 class WindowsFunction(torch.autograd.Function):

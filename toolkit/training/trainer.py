@@ -149,7 +149,7 @@ class Trainer:
                 watch.lap("forward_s")
                 torch.autograd.backward(sums.loss * self._ranks.size)  # a sum, not a mean
             watch.lap("backward_s")
-            parts = (sums.loss.item(), sums.kd.item(), sums.ce.item(), sums.num_tokens)
+            parts = (sums.loss.item(), sums.kd.item(), sums.ce.item(), float(sums.num_tokens))
             own = [total + part for total, part in zip(own, parts, strict=True)]
         loss, kd, ce, tokens, stopping = self._ranks.sum(*own, should_stop(self.step + 1))
         watch.lap("ranks_s")

@@ -154,8 +154,9 @@ def test_full_logits_never_exist(divergence, layout):
     options = options_for(divergence, **{"shard_columns": 200} | layout)
     with LargestTensor() as mode:
         loss_of(leaves, options).loss.backward()
-    rows_of_tile = int((case.labels != -100).sum()) if layout is RECOMPUTE else 8
-    assert mode.elements <= max(rows_of_tile * 200, vocab * 4)
+    labelled = int((case.labels != -100).sum())
+    logits = labelled * 200 if layout is RECOMPUTE else 8 * vocab
+    assert mode.elements <= max(logits, vocab * 4) < labelled * vocab
 
 
 def test_frozen_head_has_no_gradient_buffer():
@@ -178,4 +179,4 @@ def test_windows_share_the_buffers_of_their_logits(monkeypatch):
         torch.Tensor, "new_empty", lambda *args: made.append(args[1:]) or new_empty(*args)
     )
     loss_of(make_case(), options_for("jsd", window_rows=2, shard_columns=502))
-    assert sorted(made) == [(2, 501)] * 2 + [(2, 502)] * 2
+    assert made == [((2, 1003),)] * 2

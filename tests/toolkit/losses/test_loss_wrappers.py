@@ -52,6 +52,14 @@ def assert_same(actual, expected, tolerance):
         assert relative(actual[name], gradient.double()) < tolerance, name
 
 
+@pytest.fixture
+def compiler():
+    """Forget what is compiled before and after."""
+    torch.compiler.reset()
+    yield torch.compile
+    torch.compiler.reset()
+
+
 @both_strategies
 @pytest.mark.parametrize("hidden_dtype", [BF16, torch.float32], ids=str)
 def test_autocast_casts_as_linear_layers_do(layout, hidden_dtype):
@@ -79,14 +87,66 @@ def test_autocast_casts_as_linear_layers_do(layout, hidden_dtype):
 
 
 @both_strategies
-def test_compiled_model_computes_the_same(layout):
-    case = make_case()
-    expected = gradients_of(Student(case, layout), case)
+@pytest.mark.parametrize("num_tokens", [None, 40.0, torch.tensor(40)], ids=str)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_model_computes_the_same_in_one_graph(compiler, layout, num_tokens, backend):
+    case = make_case(weighted=True, scale=0.7, softcap=30.0)
+    expected = gradients_of(Student(case, layout), case, num_tokens)
     model = Student(case, layout)
-    compiled = torch.compile(model, backend="aot_eager")
-    compiled(case.student_hidden, case.labels, case.teacher_hidden, None).backward()
-    actual = {name: parameter.grad for name, parameter in model.named_parameters()}
+    compiled = compiler(model, backend=backend, fullgraph=True)
+    loss = compiled(case.student_hidden, case.labels, case.teacher_hidden, num_tokens)
+    (3 * loss).backward()
+    actual = {name: parameter.grad / 3 for name, parameter in model.named_parameters()}
     assert_same(actual, expected, 1e-6)
+
+
+@both_strategies
+def test_compiled_loss_returns_the_same_sums(compiler, layout):
+    case, options = make_case(), options_for("jsd", **layout)
+    compiled = compiler(loss_of, backend="aot_eager", fullgraph=True)
+    assert_equal_sums(compiled(case, options), loss_of(case, options))
+    leaves = with_leaves(case, hidden=True, bias=True)
+    expected, gradients = fused(case, options)
+    with torch.no_grad():
+        assert not compiled(leaves, options).loss.requires_grad
+    with torch.autocast("cpu", BF16):
+        assert_equal_sums(compiled(leaves, options), loss_of(leaves, options))
+    sums = compiled(leaves, options)
+    sums.loss.backward()
+    assert_equal_sums(sums, expected)
+    assert torch.equal(leaves.student_hidden.grad, gradients[0])
+    assert torch.equal(leaves.student_head.bias.grad, gradients[2])
+    assert leaves.student_head.weight.grad is None
+
+
+def assert_equal_sums(actual, expected):
+    for part, reference in zip(actual, expected, strict=True):
+        assert torch.as_tensor(part).item() == torch.as_tensor(reference).item()
+
+
+def test_operator_keeps_the_rules_of_torch():
+    case = make_case(tokens=6, vocab=50, hidden=(4, 6))
+    leaves = [
+        part.requires_grad_()
+        for part in (case.student_hidden, case.student_head.weight, case.student_head.bias)
+    ]
+    teacher = case.teacher_hidden, case.teacher_head.weight, case.teacher_head.bias
+    contract, options = [1.0, 0.0], "{'divergence': 'jsd'}"
+    needed = [True, True, True]
+    torch.library.opcheck(
+        torch.ops.disaggkd.distillation_loss.default,
+        (*leaves, *teacher, case.labels, None, None, contract, contract, options, needed),
+    )
+
+
+def test_compiled_model_adds_to_a_given_buffer(compiler):
+    case, options = make_case(), options_for("jsd")
+    expected = fused(case, options)[1][1]
+    leaves = with_leaves(case, weight=True)
+    buffer = torch.zeros_like(expected)
+    compiled = compiler(lambda: 2 * loss_of(leaves, options, weight_grad=buffer).loss / 2)
+    compiled().backward()
+    assert torch.equal(buffer, expected)
 
 
 @both_strategies
