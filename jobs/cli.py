@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from jobs.planning.command import plan
 from toolkit.errors import InputError
 
 app = typer.Typer(
@@ -26,6 +27,8 @@ OverrideOption = Annotated[
 ]
 RunArgument = Annotated[Path, typer.Argument(help="Run folder.", metavar="RUN")]
 _EXIT_USAGE = 2
+
+app.command()(plan)
 
 
 @app.command()

@@ -28,7 +28,7 @@ class LossOptions:
         strategy: `windows` keeps the logits of some tokens for the whole vocabulary; `recompute`
             those of all tokens for a part of it, computed twice; `auto` decides by the budget.
         memory_budget_mib: limit of the memory that a call takes at a time, above its inputs and
-            gradients, see `toolkit.losses.plan.transient_bytes`.
+            gradients, see `toolkit.planner.loss_plan.transient_bytes`.
         window_rows: tokens of a window, whatever the budget; by default as many as fit.
         shard_columns: tokens of the vocabulary that one matrix product covers, at most.
         backend: who computes the rows, see `toolkit.losses.backends`.

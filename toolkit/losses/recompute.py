@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from toolkit.losses import rows
 from toolkit.losses.inputs import LossInputs, add_product, row_sums, spans
-from toolkit.losses.plan import Plan
+from toolkit.planner.loss_plan import Plan
 from toolkit.losses.rows import RowResults, Tile
 
 

@@ -4,7 +4,7 @@ Shapes: T tokens, N of them labelled, R rows of a window, S columns of a shard, 
 V vocabulary.
 A window's logits are computed shard by shard and kept; once the statistics over all V columns are
 known, the gradient is written over the student's logits and multiplied out. Full logits `[T, V]`
-never exist, and nothing is computed twice. What it takes: `toolkit.losses.plan.transient_bytes`.
+never exist, and nothing is computed twice. What it takes: `toolkit.planner.loss_plan.transient_bytes`.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from toolkit.errors import InputError
 from toolkit.losses import rows
 from toolkit.losses.inputs import LossInputs, add_product, row_sums, spans
-from toolkit.losses.plan import Plan
+from toolkit.planner.loss_plan import Plan
 from toolkit.losses.rows import Tile
 
 

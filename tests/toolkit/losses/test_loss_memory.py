@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.errors import InputError
 from toolkit.losses import rows
-from toolkit.losses.plan import MIB, Plan, Sizes, make_plan, transient_bytes
+from toolkit.planner.loss_plan import MIB, Plan, Sizes, make_plan, transient_bytes
 
 FP32, BF16 = torch.float32, torch.bfloat16
 SIZES = Sizes(

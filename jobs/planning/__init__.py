@@ -1,0 +1,1 @@
+"""The command `plan`: the planner's answers in the terminal."""

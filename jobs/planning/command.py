@@ -1,0 +1,117 @@
+"""The command `plan`. Heavy imports stand inside, so that help comes at once."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_SVG_WIDTH = 120
+_AUTO = "auto"
+
+TeacherOption = Annotated[
+    str, typer.Option(help="Bundled model, config.json, or folder.", metavar="MODEL")
+]
+StudentOption = Annotated[str, typer.Option(help="The same, of the student.", metavar="MODEL")]
+
+
+def plan(
+    teacher: TeacherOption,
+    student: StudentOption,
+    gpu: Annotated[str, typer.Option(help="GPU of all nodes.")] = "h100-80",
+    network: Annotated[
+        str, typer.Option(help="Of a node: ports x gigabits, with `tcp` if not RDMA.")
+    ] = "8x400",
+    nodes_student: Annotated[int, typer.Option(help="Nodes that train.", min=1)] = 1,
+    nodes_teacher: Annotated[int, typer.Option(help="Nodes of the teacher.", min=0)] = 1,
+    gpus_per_node: Annotated[int, typer.Option(help="GPUs of a node.", min=1)] = 8,
+    tokens: Annotated[int, typer.Option(help="Of a micro-batch on a rank.", min=1)] = 8192,
+    sequence_length: Annotated[
+        int | None, typer.Option(help="By default a micro-batch is one sequence.", min=1)
+    ] = None,
+    micro_batches: Annotated[int, typer.Option(help="Of a step, on a rank.", min=1)] = 1,
+    sharding: Annotated[str, typer.Option(help="ddp, zero1, zero2, zero3, fsdp2.")] = "fsdp2",
+    recompute: Annotated[
+        str, typer.Option(help="none, selective, full; auto is the least that fits.")
+    ] = _AUTO,
+    kernels: Annotated[str, typer.Option(help="Norms and gated units: fused, eager.")] = "fused",
+    tensor_parallel: Annotated[int, typer.Option(min=1)] = 1,
+    expert_parallel: Annotated[int, typer.Option(min=1)] = 1,
+    pipeline_parallel: Annotated[int, typer.Option(min=1)] = 1,
+    context_parallel: Annotated[int, typer.Option(min=1)] = 1,
+    full_loss: Annotated[
+        str, typer.Option(help="Loss of the layout with full logits: fp32, bf16, jsd.")
+    ] = "fp32",
+    loss_budget_mib: Annotated[int, typer.Option(help="loss.memory_budget_mib.", min=1)] = 1024,
+    vocab_shards: Annotated[int, typer.Option(help="Ranks that share the heads.", min=1)] = 1,
+    ring_slots: Annotated[int, typer.Option(help="ring.slots and spare ones.", min=1)] = 8,
+    trained_share: Annotated[float, typer.Option(help="Share of tokens with a label.")] = 1.0,
+    hardware: Annotated[Path | None, typer.Option(help="TOML with further GPUs.")] = None,
+    coefficients: Annotated[Path | None, typer.Option(help="TOML with coefficients.")] = None,
+    coefficient: Annotated[
+        list[str] | None, typer.Option(help="One coefficient.", metavar="NAME=VALUE")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    svg: Annotated[Path | None, typer.Option(help="Write it as a picture.")] = None,
+    sweep: Annotated[
+        str | None, typer.Option(help="Rates of nodes in all, for example nodes=1..16.")
+    ] = None,
+) -> None:
+    """Say before queueing what fits, how fast it is and what limits it: three layouts."""
+    from jobs.planning import report, view
+    from toolkit.planner.coefficients import read_coefficients
+    from toolkit.planner.facts import read_model
+    from toolkit.planner.hardware import find_gpu, parse_network
+    from toolkit.planner.job import Job
+
+    is_auto = recompute == _AUTO
+    job = Job(
+        student=read_model(student),
+        teacher=read_model(teacher),
+        gpu=find_gpu(gpu, hardware),
+        network=parse_network(network),
+        student_gpus=nodes_student * gpus_per_node,
+        teacher_gpus=nodes_teacher * gpus_per_node,
+        node_gpus=gpus_per_node,
+        tokens=tokens,
+        sequence_length=sequence_length or tokens,
+        micro_batches=micro_batches,
+        sharding=sharding,  # type: ignore[arg-type]
+        recompute="full" if is_auto else recompute,  # type: ignore[arg-type]
+        kernels=kernels,  # type: ignore[arg-type]
+        tensor_parallel=tensor_parallel,
+        expert_parallel=expert_parallel,
+        pipeline_parallel=pipeline_parallel,
+        context_parallel=context_parallel,
+        full_loss=full_loss,  # type: ignore[arg-type]
+        memory_budget_mib=loss_budget_mib,
+        vocab_shards=vocab_shards,
+        host_slots=ring_slots,
+        trained_share=trained_share,
+        coefficients=read_coefficients(coefficients, coefficient or []),
+    )
+    if sweep is not None:
+        rows = report.sweep(job, report.sweep_range(sweep), choose=is_auto)
+        _show(view.sweep_view(rows), svg)
+        return
+    found = report.make_report(job, choose=is_auto)
+    if as_json:
+        print(report.as_json(found))
+    else:
+        _show(view.report_view(found), svg)
+
+
+def _show(content: "RenderableType", svg: Path | None) -> None:
+    from io import StringIO
+
+    from transport.rendezvous import write_atomically
+
+    if svg is None:
+        Console().print(content)
+        return
+    console = Console(record=True, width=_SVG_WIDTH, file=StringIO(), force_terminal=True)
+    console.print(content)
+    write_atomically(svg, console.export_svg(title="disaggkd plan"))

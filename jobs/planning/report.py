@@ -1,0 +1,156 @@
+"""Everything that the planner says of a job, as one value, and as JSON."""
+
+import json
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+from toolkit.errors import InputError
+from toolkit.planner.hardware import GIB
+from toolkit.planner.job import Job
+from toolkit.planner.memory import Layout, ring_geometry
+from toolkit.planner.plans import Plan, Teachers, job_of, make_plans, plan_teachers
+from toolkit.planner.verdict import (
+    Finding,
+    Split,
+    best_split,
+    compatibility,
+    remedies,
+    verdict,
+)
+
+REMEDIES = 3
+"""Changes that are shown of those that would make a layout fit."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What is shown of a job.
+
+    Attributes:
+        job: what was asked.
+        plans: the layouts.
+        teachers: of the disaggregated one.
+        remedies: of the layouts that do not fit.
+        findings: of the two models.
+        verdict: which layout, and why.
+        ring_bytes: pinned memory of each student rank.
+        split: the best one of all the job's GPUs.
+    """
+
+    job: Job
+    plans: dict[Layout, Plan]
+    teachers: Teachers
+    remedies: dict[Layout, list[str]]
+    findings: list[Finding]
+    verdict: str
+    ring_bytes: int
+    split: Split | None
+
+
+def make_report(job: Job, *, choose: bool) -> Report:
+    """Plan a job and judge the plans."""
+    plans = make_plans(job, choose=choose)
+    gpus = job.student_gpus + job.teacher_gpus
+    return Report(
+        job=job,
+        plans=plans,
+        teachers=plan_teachers(replace(job, recompute=plans["disaggregated"].recompute)),
+        remedies={
+            layout: list(remedies(replace(job_of(job, layout), recompute=plan.recompute), layout))
+            for layout, plan in plans.items()
+            if not plan.fits
+        },
+        findings=list(compatibility(job.student, job.teacher)),
+        verdict=verdict(job, plans),
+        ring_bytes=ring_geometry(job).total_bytes,
+        split=best_split(job, gpus, choose=choose),
+    )
+
+
+def as_json(report: Report) -> str:
+    """Return the report under stable names; sizes in GiB unless a name says otherwise."""
+    teachers, ring = report.teachers, report.teachers.ring
+    found: dict[str, Any] = {layout: _plan(plan) for layout, plan in report.plans.items()}
+    found["teachers"] = {
+        "replica_gpus": teachers.replica_gpus,
+        "replicas": teachers.replicas,
+        "peak_gib": None if teachers.memory is None else teachers.memory.peak / GIB,
+        "needed_gpus": teachers.needed_gpus,
+        "ring_slots": None if ring is None else ring.slots,
+        "kappa": None if ring is None else ring.kappa,
+        "ring_gib": report.ring_bytes / GIB,
+    }
+    found["best_split"] = None if report.split is None else report.split._asdict()
+    found["remedies"] = report.remedies
+    found["findings"] = [finding._asdict() for finding in report.findings]
+    found["verdict"] = report.verdict
+    return json.dumps(found, indent=1)
+
+
+def _plan(plan: Plan) -> dict[str, Any]:
+    memory = plan.memory
+    return {
+        "peak_gib": memory.peak / GIB,
+        "fits": plan.fits,
+        "max_tokens": plan.max_tokens,
+        "tokens_per_s": plan.tokens_per_s,
+        "bound": plan.bound,
+        "student_gpus": plan.student_gpus,
+        "recompute": plan.recompute,
+        "teacher_shards": plan.teacher_shards,
+        "step_s": plan.step_s,
+        "node_ingress_bytes_per_s": plan.node_ingress,
+        "network_share": plan.network_share,
+        "moment": memory.moment,
+        "static_gib": {name: size / GIB for name, size in memory.static.items()},
+        "moments_gib": {name: size / GIB for name, size in memory.moments.items()},
+        "kept_gib": memory.kept / GIB,
+        "reason": plan.reason,
+    }
+
+
+@dataclass(frozen=True)
+class SweepRow:
+    """What some nodes give.
+
+    Attributes:
+        nodes: in all.
+        plans: the layouts; the disaggregated one with its best split, or without it if none fits.
+        teacher_gpus: of that split.
+    """
+
+    nodes: int
+    plans: dict[Layout, Plan]
+    teacher_gpus: int
+
+
+def sweep_range(text: str) -> range:
+    """Return the numbers of nodes from text such as `nodes=1..16`.
+
+    Raises:
+        InputError: it is not of this form.
+    """
+    match = re.fullmatch(r"nodes=(\d+)\.\.(\d+)", text)
+    if match is None or not 0 < int(match[1]) <= int(match[2]):
+        raise InputError(f"sweep = {text!r} is not of the form nodes=1..16")
+    return range(int(match[1]), int(match[2]) + 1)
+
+
+def sweep(job: Job, nodes: range, *, choose: bool) -> list[SweepRow]:
+    """Return what each number of nodes gives, student and teacher together."""
+    return [_sweep_row(job, count, choose) for count in nodes]
+
+
+def _sweep_row(job: Job, nodes: int, choose: bool) -> SweepRow:
+    gpus = nodes * job.node_gpus
+    split = best_split(job, gpus, choose=choose)
+    divided = replace(
+        job,
+        student_gpus=split.student_gpus if split else gpus,
+        teacher_gpus=split.teacher_gpus if split else 0,
+    )
+    plans = make_plans(divided, choose=choose)
+    if split is None:
+        del plans["disaggregated"]
+    return SweepRow(nodes, plans, divided.teacher_gpus)

@@ -1,0 +1,1 @@
+"""The planner: closed-form models of memory and traffic, without torch."""

@@ -1,0 +1,119 @@
+"""GPUs and networks, from the table here or from TOML.
+
+Sources: NVIDIA's data sheets of A100, L40S, H100, H200 and B200 (dense bfloat16 rates, NVLink per
+direction); memory as `nvidia-smi` shows it, less than the nominal gigabytes.
+"""
+
+import re
+import tomllib
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from toolkit.errors import InputError
+from toolkit.planner.coefficients import Coefficients
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU.
+
+    Attributes:
+        name: how it is called.
+        memory_gib: all of its memory.
+        peak_tflops: dense bfloat16 matrix products, 1e12 operations per second.
+        nvlink_gbs: GB/s in each direction to the GPUs of its node, 0 without NVLink.
+    """
+
+    name: str
+    memory_gib: float
+    peak_tflops: float
+    nvlink_gbs: float
+
+    def usable_bytes(self, coefficients: Coefficients) -> float:
+        """Return what tensors may take: all, less context and NCCL, less fragmentation."""
+        reserved = coefficients.context_gib + coefficients.nccl_gib
+        return (self.memory_gib - reserved) * GIB / (1 + coefficients.fragmentation)
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("a100-40", 39.5, 312, 300),
+        Gpu("a100-80", 79.25, 312, 300),
+        Gpu("l40s-48", 44.5, 362, 0),
+        Gpu("h100-80", 79.65, 989, 450),
+        Gpu("h200-141", 140.4, 989, 450),
+        Gpu("b200-180", 179.0, 2250, 900),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Network:
+    """What a node has towards the others.
+
+    Attributes:
+        ports: of a node.
+        gigabits: of a port, in each direction.
+        is_rdma: whether hidden states go over RDMA; else over TCP.
+    """
+
+    ports: int
+    gigabits: float
+    is_rdma: bool = True
+
+    def bytes_per_s(self, coefficients: Coefficients) -> float:
+        """Return what a node may receive in a second."""
+        share = coefficients.rdma_efficiency if self.is_rdma else coefficients.tcp_efficiency
+        return self.ports * self.gigabits * 1e9 / 8 * share
+
+    def __str__(self) -> str:
+        """Say it as it is given: 8x400, or 1x100tcp."""
+        return f"{self.ports}x{self.gigabits:g}{'' if self.is_rdma else 'tcp'}"
+
+
+def parse_network(text: str) -> Network:
+    """Return a network from text such as `8x400` or, without RDMA, `1x100tcp`.
+
+    Raises:
+        InputError: it is not of this form.
+    """
+    match = re.fullmatch(r"(\d+)x(\d+(?:\.\d+)?)(tcp)?", text)
+    if match is None or not int(match[1]) or not float(match[2]):
+        raise InputError(
+            f"network = {text!r} is not of the form 8x400 (ports of a node x gigabits per second,"
+            " RDMA) or 1x100tcp"
+        )
+    return Network(int(match[1]), float(match[2]), is_rdma=match[3] is None)
+
+
+def find_gpu(name: str, table: Path | None = None) -> Gpu:
+    """Return a GPU by name; a TOML file may add some, each as a table `[gpu.NAME]`.
+
+    Raises:
+        InputError: there is no such GPU, or the file is wrong.
+    """
+    gpus = GPUS if table is None else GPUS | _read_gpus(table)
+    if name not in gpus:
+        raise InputError(
+            f"there is no GPU {name!r}: choose one of {', '.join(gpus)}, or describe it in a TOML"
+            f" file as [gpu.{name}]"
+        )
+    return gpus[name]
+
+
+def _read_gpus(path: Path) -> dict[str, Gpu]:
+    keys = {field.name for field in fields(Gpu)} - {"name"}
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8")).get("gpu", {})
+    except OSError as error:
+        raise InputError(f"cannot read the hardware table {path}: {error.strerror}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"{path} is not TOML: {error}") from error
+    for name, values in tables.items():
+        numbers = [value for value in values.values() if isinstance(value, int | float)]
+        if values.keys() != keys or len(numbers) < len(keys) or min(numbers) < 0:
+            raise InputError(f"{path}: [gpu.{name}] needs the numbers {', '.join(sorted(keys))}")
+    return {name: Gpu(name, **values) for name, values in tables.items()}

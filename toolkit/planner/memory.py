@@ -1,0 +1,272 @@
+"""How much memory a GPU needs: a static part, plus the largest of the moments of a step.
+
+All in bytes. Adding all parts up would overestimate: activations are gone when the optimizer steps.
+P parameters, h hidden size, V vocabulary, W = V h the head's matrix, T tokens of a micro-batch on a
+rank; s and t stand for student and teacher. Weights are bfloat16 where they compute; the student's
+state is that of mixed precision with AdamW: 2 bytes of weights, 4 of gradients, 12 of float32
+weights and moments (ZeRO, arXiv:1910.02054, section 3.1). `docs/memory-model.md` derives the
+formulas and says what they leave out.
+"""
+
+from dataclasses import dataclass
+from math import ceil
+from typing import Literal
+
+from toolkit.planner.activations import saved_by_layer
+from toolkit.planner.job import Job
+from toolkit.planner.loss_plan import Plan, Sizes, make_plan, transient_bytes
+from toolkit.planner.parameters import LayerCounts, count, count_layer
+from toolkit.planner.shapes import (
+    GatedDelta,
+    LatentAttention,
+    Layer,
+    Mixer,
+    ModelShape,
+    MoeMlp,
+    SoftmaxAttention,
+)
+from transport.layout import RingGeometry
+
+Layout = Literal["colocated_full", "colocated_fused", "disaggregated"]
+LAYOUTS: tuple[Layout, ...] = ("colocated_full", "colocated_fused", "disaggregated")
+
+HALF, WIDE = 2, 4
+"""Bytes of a number in bfloat16 and in float32."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Needs of one GPU.
+
+    Attributes:
+        static: bytes by component, there all the time.
+        moments: further bytes by moment of a step.
+        kept: of them, activations between forward and backward.
+    """
+
+    static: dict[str, float]
+    moments: dict[str, float]
+    kept: float = 0.0
+
+    @property
+    def peak(self) -> float:
+        """Bytes at the fullest moment."""
+        return sum(self.static.values()) + self.moments[self.moment]
+
+    @property
+    def moment(self) -> str:
+        """The fullest moment."""
+        return max(self.moments, key=self.moments.__getitem__)
+
+
+def student_memory(job: Job, layout: Layout) -> Memory:
+    """Return what a GPU needs that trains the student."""
+    counts, coefficients = count(job.student), job.coefficients
+    stages = job.tensor_parallel * job.pipeline_parallel
+    is_gathered = job.sharding in ("zero3", "fsdp2")
+    head = counts.head_matrix / job.tensor_parallel
+    root = 0.0
+    if is_gathered and not job.has_own_head_group:
+        root = HALF * (counts.embedding + counts.head) / job.tensor_parallel
+    head_weight = HALF * head if is_gathered and job.has_own_head_group else 0.0
+    head_gradient = WIDE * head if is_gathered else 0.0
+    gathered_layer = (
+        (HALF * (1 + job.prefetch) + WIDE) * _largest_layer(job) if is_gathered else 0.0
+    )
+    kept, work = activation_bytes(job)
+    static = {"state": state_bytes(job)} | _teacher_static(job, layout)
+    teacher_head = 0.0
+    if layout == "colocated_fused":  # gathered for the loss
+        teacher_head = HALF * job.teacher.vocab_size * job.teacher.hidden_size
+    loss = loss_bytes(job, layout) + head_weight + head_gradient + root + teacher_head
+    own_gradient = 0.0 if job.has_own_head_group else head_gradient
+    optimizer = coefficients.optimizer_bytes * counts.total / stages
+    moments = {
+        "loss": kept + loss,
+        "backward": kept + work + root + own_gradient + gathered_layer,
+        "optimizer": optimizer / (job.shards if is_gathered else 1),
+    }
+    if layout != "disaggregated":
+        moments["teacher forward"] = _teacher_moment(job, layout)
+    return Memory(static, moments, kept)
+
+
+def state_bytes(job: Job) -> float:
+    """Return weights, gradients and AdamW's state of a student's GPU."""
+    counts = count(job.student)
+    stages = job.tensor_parallel * job.pipeline_parallel
+    routed_stages = job.expert_parallel * job.pipeline_parallel
+    dense = sharded_bytes(
+        (counts.total - counts.routed) / stages, job.sharding, job.shards, job.gradient_bytes
+    )
+    routed_shards = job.student_gpus // routed_stages
+    routed = sharded_bytes(
+        counts.routed / routed_stages, job.sharding, routed_shards, job.gradient_bytes
+    )
+    return dense + routed
+
+
+def sharded_bytes(parameters: float, sharding: str, shards: int, gradient_bytes: int = 4) -> float:
+    """Return the state of some parameters: HALF weights, gradients, 12 bytes for AdamW.
+
+    With `fsdp2` the float32 shard is the only copy of the weights: 4 + gradients + 8.
+    """
+    weights, optimizer = HALF, 12
+    match sharding:
+        case "ddp":
+            return (weights + gradient_bytes + optimizer) * parameters
+        case "zero1":
+            return (weights + gradient_bytes) * parameters + optimizer * parameters / shards
+        case "zero2":
+            return weights * parameters + (gradient_bytes + optimizer) * parameters / shards
+        case "zero3":
+            return (weights + gradient_bytes + optimizer) * parameters / shards
+        case _:
+            return (gradient_bytes + optimizer) * parameters / shards
+
+
+def activation_bytes(job: Job) -> tuple[float, float]:
+    """Return what is kept until backward, and what backward of one layer takes besides.
+
+    With pipeline stages, the first one keeps a micro-batch for each of them (1F1B).
+    """
+    h, parallel = job.student.hidden_size, job.tensor_parallel
+    imbalance = job.coefficients.expert_imbalance
+    layers = [
+        saved_by_layer(job.student, layer, job.kernels, imbalance).on_rank(parallel)
+        for layer in job.student.layers
+    ]
+    whole, boundary, largest = sum(layers) / len(layers), HALF * h / parallel, max(layers)
+    per_layer = {"none": whole, "selective": (whole + boundary) / 2, "full": boundary}
+    in_stage = ceil(len(layers) / job.pipeline_parallel)
+    kept = in_stage * job.pipeline_parallel * per_layer[job.recompute]
+    work = job.coefficients.work_hidden * h + job.coefficients.work_layer * largest
+    work += 0.0 if job.recompute == "none" else largest
+    return kept * job.rank_tokens, work * job.rank_tokens
+
+
+def loss_bytes(job: Job, layout: Layout) -> float:
+    """Return the peak of the loss, without weights of the heads and their gradients."""
+    tokens, columns = job.rank_tokens, job.student.vocab_size / job.tensor_parallel
+    coefficients = job.coefficients
+    if layout == "colocated_full":
+        per_logit = {
+            "fp32": coefficients.full_fp32_bytes,
+            "bf16": coefficients.full_bf16_bytes,
+            "jsd": coefficients.full_jsd_bytes,
+        }[job.full_loss]
+        return per_logit * tokens * columns
+    plan, sizes = fused_plan(job)
+    if coefficients.window_bytes is None:
+        return transient_bytes(plan, sizes)
+    # The window, the product for the head's gradient, the hidden states' gradient, statistics.
+    h, shard = job.student.hidden_size, plan.shard_columns
+    window = coefficients.window_bytes * plan.window_rows * sizes.vocab_size
+    return window + HALF * shard * h + HALF * tokens * h + 24 * tokens
+
+
+def fused_plan(job: Job) -> tuple[Plan, Sizes]:
+    """Return how the loss cuts its logits; the head's gradient is counted with the head."""
+    tokens = ceil(job.rank_tokens)
+    columns = ceil(job.student.vocab_size / (job.tensor_parallel * job.vocab_shards))
+    sizes = Sizes(
+        num_tokens=tokens,
+        num_rows=max(1, round(tokens * job.trained_share)),
+        vocab_size=columns,
+        hidden_sizes=(job.student.hidden_size, job.teacher.hidden_size),
+        itemsizes=(HALF, HALF),
+        sum_itemsize=WIDE,
+        own_weight_grad=False,
+        workspace_bytes=0,
+    )
+    plan = make_plan(
+        sizes,
+        strategy="auto",
+        budget_mib=job.memory_budget_mib,
+        window_rows=job.window_rows,
+        shard_columns=job.shard_columns,
+    )
+    return plan, sizes
+
+
+def ring_geometry(job: Job) -> RingGeometry:
+    """Return the ring of one student rank, as the transport lays it out."""
+    tokens = ceil(job.rank_tokens * job.trained_share)
+    return RingGeometry(job.host_slots, tokens, job.teacher.hidden_size, HALF)
+
+
+def teacher_memory(job: Job, gpus: int) -> Memory:
+    """Return what a GPU of a teacher replica on some GPUs needs; its head is not loaded."""
+    teacher, counts = job.teacher, count(job.teacher)
+    hidden = job.tokens * teacher.hidden_size
+    static = {
+        "weights": HALF * (counts.total - counts.head) / gpus,
+        "staging": float(HALF * job.teacher_slots * hidden),
+    }
+    gathered = 6 * hidden if gpus > 1 else 0
+    return Memory(static, {"forward": forward_bytes(teacher, job.tokens, gpus, job) + gathered})
+
+
+def forward_bytes(model: ModelShape, tokens: float, ranks: int, job: Job) -> float:
+    """Return the peak of a forward pass alone: three buffers of h, and a layer's widest moment.
+
+    Nothing is kept across layers, and keys and values of a layer go with it.
+    """
+    imbalance = job.coefficients.expert_imbalance
+    widest = max(_widest_moment(layer, model.hidden_size, imbalance) for layer in model.layers)
+    return tokens * (3 * HALF * model.hidden_size + widest / ranks)
+
+
+def _widest_moment(layer: Layer, h: int, expert_imbalance: float) -> float:
+    mlp = layer.mlp
+    if isinstance(mlp, MoeMlp):
+        of_mlp = expert_imbalance * mlp.active * (4 * h + 6 * mlp.width) + 8 * mlp.experts
+    else:
+        of_mlp = 6.0 * mlp.width
+    return max(_widest_of_mixer(layer.mixer), of_mlp)
+
+
+def _widest_of_mixer(mixer: Mixer) -> float:
+    match mixer:
+        case SoftmaxAttention():
+            q = (2 if mixer.has_gate else 1) * mixer.heads * mixer.head_dim
+            kv = mixer.kv_heads * mixer.head_dim
+            return float(HALF * (2 * q + 4 * kv + mixer.heads * mixer.head_dim))
+        case LatentAttention():
+            return float(HALF * mixer.heads * (4 * mixer.key_dim + 2 * mixer.value_dim))
+        case GatedDelta():
+            return float(HALF * 3 * (mixer.conv_width + mixer.value_width))
+
+
+def _largest_layer(job: Job) -> float:
+    def on_rank(counts: LayerCounts) -> float:
+        dense = (counts.total - counts.routed) / job.tensor_parallel
+        return dense + counts.routed / max(job.expert_parallel, job.tensor_parallel)
+
+    layers = set(job.student.layers)
+    return max(on_rank(count_layer(layer, job.student.hidden_size)) for layer in layers)
+
+
+def _teacher_static(job: Job, layout: Layout) -> dict[str, float]:
+    teacher = job.teacher
+    hidden = float(HALF * job.rank_tokens * teacher.hidden_size)
+    if layout == "disaggregated":
+        head = HALF * teacher.vocab_size * teacher.hidden_size
+        return {
+            "teacher head": head / max(job.tensor_parallel, job.vocab_shards),
+            "hidden states": job.device_slots * hidden,
+        }
+    shards = job.teacher_shards or job.student_gpus
+    static = {"teacher weights": HALF * count(teacher).total / shards}
+    return static | ({"hidden states": hidden} if layout == "colocated_fused" else {})
+
+
+def _teacher_moment(job: Job, layout: Layout) -> float:
+    """Return the forward of a colocated teacher, layer by layer gathered, before the student's."""
+    teacher, counts = job.teacher, count(job.teacher)
+    needed = forward_bytes(teacher, job.rank_tokens, 1, job)
+    if (job.teacher_shards or job.student_gpus) > 1:
+        needed += HALF * (1 + job.prefetch) * counts.largest_layer
+    if layout == "colocated_full":
+        needed += HALF * (job.rank_tokens * teacher.vocab_size + counts.head_matrix)
+    return needed
