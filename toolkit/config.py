@@ -209,6 +209,10 @@ class ClusterSection(Section):
     """Shell lines before the tasks start: modules, conda."""
     environment: dict[str, str] = {}
     """Variables of all tasks, for example NCCL_* and UCX_*."""
+    gpu: str | None = None
+    """GPU of the nodes, as `disaggkd plan` calls it, for example `h100-80`."""
+    network: str | None = None
+    """Network of a node for the planner, for example `8x400`, or `1x100tcp` without RDMA."""
     options: dict[str, str | int | bool] = {}
     """Further sbatch options of both roles."""
     student: ComponentSection = ComponentSection()

@@ -12,19 +12,27 @@ if TYPE_CHECKING:
 _SVG_WIDTH = 120
 _AUTO = "auto"
 
-TeacherOption = Annotated[
-    str, typer.Option(help="Bundled model, config.json, or folder.", metavar="MODEL")
+ModelOption = Annotated[
+    str | None, typer.Option(help="Bundled model, config.json, or folder.", metavar="MODEL")
 ]
-StudentOption = Annotated[str, typer.Option(help="The same, of the student.", metavar="MODEL")]
 
 
 def plan(
-    teacher: TeacherOption,
-    student: StudentOption,
-    gpu: Annotated[str, typer.Option(help="GPU of all nodes.")] = "h100-80",
+    config: Annotated[
+        Path | None, typer.Argument(help="Configuration of a run, instead of models.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="Override one key of CONFIG.", metavar="KEY=V")
+    ] = None,
+    teacher: ModelOption = None,
+    student: ModelOption = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="GPU of all nodes; by default cluster.gpu, or h100-80.")
+    ] = None,
     network: Annotated[
-        str, typer.Option(help="Of a node: ports x gigabits, with `tcp` if not RDMA.")
-    ] = "8x400",
+        str | None,
+        typer.Option(help="Of a node: ports x gigabits, with `tcp` if not RDMA; 8x400."),
+    ] = None,
     nodes_student: Annotated[int, typer.Option(help="Nodes that train.", min=1)] = 1,
     nodes_teacher: Annotated[int, typer.Option(help="Nodes of the teacher.", min=0)] = 1,
     gpus_per_node: Annotated[int, typer.Option(help="GPUs of a node.", min=1)] = 8,
@@ -62,37 +70,47 @@ def plan(
 ) -> None:
     """Say before queueing what fits, how fast it is and what limits it: three layouts."""
     from jobs.planning import report, view
+    from toolkit.config_file import load_config
+    from toolkit.errors import InputError
     from toolkit.planner.coefficients import read_coefficients
     from toolkit.planner.facts import read_model
     from toolkit.planner.hardware import find_gpu, parse_network
     from toolkit.planner.job import Job
 
-    is_auto = recompute == _AUTO
-    job = Job(
-        student=read_model(student),
-        teacher=read_model(teacher),
-        gpu=find_gpu(gpu, hardware),
-        network=parse_network(network),
-        student_gpus=nodes_student * gpus_per_node,
-        teacher_gpus=nodes_teacher * gpus_per_node,
-        node_gpus=gpus_per_node,
-        tokens=tokens,
-        sequence_length=sequence_length or tokens,
-        micro_batches=micro_batches,
-        sharding=sharding,  # type: ignore[arg-type]
-        recompute="full" if is_auto else recompute,  # type: ignore[arg-type]
-        kernels=kernels,  # type: ignore[arg-type]
-        tensor_parallel=tensor_parallel,
-        expert_parallel=expert_parallel,
-        pipeline_parallel=pipeline_parallel,
-        context_parallel=context_parallel,
-        full_loss=full_loss,  # type: ignore[arg-type]
-        memory_budget_mib=loss_budget_mib,
-        vocab_shards=vocab_shards,
-        host_slots=ring_slots,
-        trained_share=trained_share,
-        coefficients=read_coefficients(coefficients, coefficient or []),
-    )
+    is_auto = config is None and recompute == _AUTO
+    numbers = read_coefficients(coefficients, coefficient or [])
+    if config is not None:
+        job = report.job_of_config(
+            load_config(config, overrides or []), gpu, network, hardware, numbers
+        )
+    elif teacher is None or student is None:
+        raise InputError("give a configuration, or --teacher and --student")
+    else:
+        job = Job(
+            student=read_model(student),
+            teacher=read_model(teacher),
+            gpu=find_gpu(gpu or report.DEFAULT_GPU, hardware),
+            network=parse_network(network or report.DEFAULT_NETWORK),
+            student_gpus=nodes_student * gpus_per_node,
+            teacher_gpus=nodes_teacher * gpus_per_node,
+            node_gpus=gpus_per_node,
+            tokens=tokens,
+            sequence_length=sequence_length or tokens,
+            micro_batches=micro_batches,
+            sharding=sharding,  # type: ignore[arg-type]
+            recompute="full" if is_auto else recompute,  # type: ignore[arg-type]
+            kernels=kernels,  # type: ignore[arg-type]
+            tensor_parallel=tensor_parallel,
+            expert_parallel=expert_parallel,
+            pipeline_parallel=pipeline_parallel,
+            context_parallel=context_parallel,
+            full_loss=full_loss,  # type: ignore[arg-type]
+            memory_budget_mib=loss_budget_mib,
+            vocab_shards=vocab_shards,
+            host_slots=ring_slots,
+            trained_share=trained_share,
+            coefficients=numbers,
+        )
     if sweep is not None:
         rows = report.sweep(job, report.sweep_range(sweep), choose=is_auto)
         _show(view.sweep_view(rows), svg)

@@ -3,13 +3,17 @@
 import json
 import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from toolkit.config import Config
 from toolkit.errors import InputError
-from toolkit.planner.hardware import GIB
+from toolkit.planner.coefficients import Coefficients
+from toolkit.planner.hardware import GIB, find_gpu, parse_network
 from toolkit.planner.job import Job
 from toolkit.planner.memory import Layout, ring_geometry
 from toolkit.planner.plans import Plan, Teachers, job_of, make_plans, plan_teachers
+from toolkit.planner.run import job_of_run
 from toolkit.planner.verdict import (
     Finding,
     Split,
@@ -19,8 +23,35 @@ from toolkit.planner.verdict import (
     verdict,
 )
 
+DEFAULT_GPU = "h100-80"
+DEFAULT_NETWORK = "8x400"
 REMEDIES = 3
 """Changes that are shown of those that would make a layout fit."""
+
+
+def job_of_config(
+    config: Config,
+    gpu: str | None,
+    network: str | None,
+    hardware: Path | None,
+    coefficients: Coefficients,
+) -> Job:
+    """Return the job of a run's configuration.
+
+    Args:
+        config: the run.
+        gpu: instead of `cluster.gpu`; a run on processors has none.
+        network: instead of `cluster.network`.
+        hardware: TOML with further GPUs.
+        coefficients: of the models.
+    """
+    name = gpu or config.cluster.gpu or (DEFAULT_GPU if config.run.device == "cuda" else None)
+    return job_of_run(
+        config,
+        None if name is None else find_gpu(name, hardware),
+        parse_network(network or config.cluster.network or DEFAULT_NETWORK),
+        coefficients,
+    )
 
 
 @dataclass(frozen=True)

@@ -24,12 +24,12 @@ from toolkit.losses.divergences import Objective
 from toolkit.losses.inputs import LossInputs
 from toolkit.losses.operator import call_operator
 from toolkit.losses.options import LossOptions
-from toolkit.planner.loss_plan import Plan, Sizes, make_plan
 from toolkit.losses.recompute import RecomputeFunction
 from toolkit.losses.rows import statistics_dtype
 from toolkit.losses.vocabulary import Shards
 from toolkit.losses.windows import WindowsFunction
 from toolkit.models.heads import LMHead
+from toolkit.planner.loss_plan import Plan, Sizes, make_plan
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 

@@ -18,8 +18,8 @@ from torch.autograd.function import once_differentiable
 
 from toolkit.losses import rows
 from toolkit.losses.inputs import LossInputs, add_product, row_sums, spans
-from toolkit.planner.loss_plan import Plan
 from toolkit.losses.rows import RowResults, Tile
+from toolkit.planner.loss_plan import Plan
 
 
 def run_statistics(inputs: LossInputs, plan: Plan) -> RowResults:

@@ -16,8 +16,8 @@ from torch.autograd.function import once_differentiable
 from toolkit.errors import InputError
 from toolkit.losses import rows
 from toolkit.losses.inputs import LossInputs, add_product, row_sums, spans
-from toolkit.planner.loss_plan import Plan
 from toolkit.losses.rows import Tile
+from toolkit.planner.loss_plan import Plan
 
 
 class Gradients:

@@ -1,11 +1,11 @@
-"""What a layer keeps for its backward pass, in bytes per token: bfloat16, no dropout.
+"""What a layer keeps for its backward pass, in bytes per token, without dropout.
 
-h hidden size. Attention is one fused kernel that keeps queries, keys, values, output and a row's
-log sum exp (FlashAttention, arXiv:2205.14135). `fused` norms and gated units keep their inputs and
-compute the rest again (Liger, Transformer Engine, Apex); `eager` is the Python of transformers,
-measured to 0.05 % for Llama, Qwen3, Qwen3-MoE and the full attention of Qwen3.5. Gated delta layers
-and fused kernels are estimates. With plain attention, GELU and width 4 h this is the formula of
-Korthikanti et al. (arXiv:2205.05198) without its dropout masks.
+h hidden size, e bytes of a number. Attention is one fused kernel that keeps queries, keys, values,
+output and a row's log sum exp (FlashAttention, arXiv:2205.14135). `fused` norms and gated units
+keep their inputs and compute the rest again (Liger, Transformer Engine, Apex); `eager` is the
+Python of transformers, measured to 0.1 % for Llama, Qwen3, Qwen3-MoE and the full attention of
+Qwen3.5. Gated delta layers and fused kernels are estimates. With plain attention, GELU and width 4 h
+this is the formula of Korthikanti et al. (arXiv:2205.05198) without its dropout masks.
 """
 
 from typing import Literal, NamedTuple
@@ -22,6 +22,9 @@ from toolkit.planner.shapes import (
 )
 
 Kernels = Literal["fused", "eager"]
+
+HALF, WIDE = 2, 4
+"""Bytes of a number in bfloat16 and in float32."""
 
 _DELTA_CHUNK = 64
 """Tokens that the gated delta kernel takes at a time; it keeps a matrix of them for each head."""
@@ -43,56 +46,60 @@ class Saved(NamedTuple):
 
 
 def saved_by_layer(
-    model: ModelShape, layer: Layer, kernels: Kernels, expert_imbalance: float
+    model: ModelShape, layer: Layer, kernels: Kernels, expert_imbalance: float, item_bytes: int = 2
 ) -> Saved:
-    """Return what a layer keeps."""
-    h = model.hidden_size
-    norm = _Norm(kernels, model.has_wide_norms)
-    mixer_replicated, mixer_divided = _of_mixer(layer.mixer, norm)
-    mlp_replicated, mlp_divided, routed = _of_mlp(layer.mlp, h, kernels, expert_imbalance)
+    """Return what a layer keeps; `item_bytes` is e: 2 in bfloat16, 4 in float32."""
+    h, e = model.hidden_size, item_bytes
+    norm = _Norm(kernels, model.has_wide_norms, e)
+    mixer_replicated, mixer_divided = _of_mixer(layer.mixer, norm, e)
+    mlp_replicated, mlp_divided, routed = _of_mlp(layer.mlp, h, kernels, expert_imbalance, e)
     # Two norms, and their outputs, which the projections need.
-    replicated = 2 * norm.bytes_of(h) + 2 * 2 * h + mixer_replicated + mlp_replicated
+    replicated = 2 * norm.bytes_of(h) + 2 * e * h + mixer_replicated + mlp_replicated
     return Saved(replicated, mixer_divided + mlp_divided, routed)
 
 
 class _Norm:
-    def __init__(self, kernels: Kernels, is_wide: bool) -> None:
+    def __init__(self, kernels: Kernels, is_wide: bool, e: int) -> None:
+        self.is_eager = kernels == "eager"
         # Eager: the input in float32 and the normalized copy, which is float32 if norms are wide.
-        self.per_element = 2 if kernels == "fused" else 8 if is_wide else 6
+        self.per_element = e if not self.is_eager else 8 if is_wide else 4 + e
 
     def bytes_of(self, width: int) -> float:
         """Return what a norm keeps besides its output; 4 bytes are the row's factor."""
         return self.per_element * width + 4
 
 
-def _of_mixer(mixer: Mixer, norm: _Norm) -> tuple[float, float]:
+def _of_mixer(mixer: Mixer, norm: _Norm, e: int) -> tuple[float, float]:
     match mixer:
         case SoftmaxAttention():
             q, kv = mixer.heads * mixer.head_dim, mixer.kv_heads * mixer.head_dim
-            divided = 2.0 * (q + 2 * kv) + 2 * q + 4 * mixer.heads
+            divided = float(e * (q + 2 * kv) + e * q + 4 * mixer.heads)
             if mixer.qk_norm != "none":
                 divided += norm.per_element * (q + kv) + 4 * (mixer.heads + mixer.kv_heads)
-            return 0.0, divided + mixer.has_gate * 6 * q  # gate, its sigmoid, the product
+            if mixer.has_gate:
+                # Its sigmoid, what that multiplies, the product; and the gate itself where the
+                # queries' norm keeps the tensor that holds both, uncast.
+                divided += (4 if norm.is_eager and e == WIDE else 3) * e * q
+            return 0.0, divided
         case LatentAttention():
             ranks = [rank for rank in (mixer.q_rank, mixer.kv_rank) if rank is not None]
-            compressed = sum(norm.bytes_of(rank) + 2 * rank for rank in ranks)
-            heads = 2 * (2 * mixer.key_dim + mixer.value_dim) + 2 * mixer.value_dim + 4
+            compressed = sum(norm.bytes_of(rank) + e * rank for rank in ranks)
+            heads = e * (2 * mixer.key_dim + mixer.value_dim) + e * mixer.value_dim + 4
             return compressed, float(mixer.heads * heads)
         case GatedDelta():
             keys = mixer.key_heads * mixer.key_dim
-            kept = 4 * mixer.conv_width + 6 * mixer.value_width + 4 * keys
-            per_head = 2 * _DELTA_CHUNK + 12
-            return 0.0, float(kept + per_head * mixer.value_heads)
+            kept = e * (2 * mixer.conv_width + 3 * mixer.value_width + 2 * keys)
+            return 0.0, float(kept + (e * _DELTA_CHUNK + 12) * mixer.value_heads)
 
 
 def _of_mlp(
-    mlp: Mlp, h: int, kernels: Kernels, expert_imbalance: float
+    mlp: Mlp, h: int, kernels: Kernels, expert_imbalance: float, e: int
 ) -> tuple[float, float, float]:
     # Gate, up and their product; eager keeps the activation of the gate too.
-    gated = 6 if kernels == "fused" else 8
+    gated = (3 if kernels == "fused" else 4) * e
     if isinstance(mlp, DenseMlp):
-        return 0.0, float((gated if mlp.is_gated else 4) * mlp.width), 0.0
+        return 0.0, float((gated if mlp.is_gated else 2 * e) * mlp.width), 0.0
     router = 8.0 * mlp.experts + 16 * mlp.active
-    shared = float(gated * mlp.shared_width + (2 * h if mlp.shared_width else 0))
-    routed = expert_imbalance * mlp.active * (2 * h + gated * mlp.width + 2 * h)
+    shared = float(gated * mlp.shared_width + (e * h if mlp.shared_width else 0))
+    routed = expert_imbalance * mlp.active * (e * h + gated * mlp.width + e * h)
     return router, shared, routed

@@ -39,6 +39,9 @@ class Coefficients:
     )
     context_gib: float = _number(0.7, "estimate", "GiB of the CUDA context")
     nccl_gib: float = _number(1.6, "estimate", "GiB of NCCL's buffers")
+    process_gib: float = _number(
+        0.35, "estimate", "GiB of a process without a GPU, before it loads a model"
+    )
     fragmentation: float = _number(
         0.06, "estimate", "memory lost between allocations, as a share of what is used"
     )

@@ -4,6 +4,7 @@ Sources: NVIDIA's data sheets of A100, L40S, H100, H200 and B200 (dense bfloat16
 direction); memory as `nvidia-smi` shows it, less than the nominal gigabytes.
 """
 
+import os
 import re
 import tomllib
 from dataclasses import dataclass, fields
@@ -24,15 +25,19 @@ class Gpu:
         memory_gib: all of its memory.
         peak_tflops: dense bfloat16 matrix products, 1e12 operations per second.
         nvlink_gbs: GB/s in each direction to the GPUs of its node, 0 without NVLink.
+        is_cpu: whether it is a process without a GPU, and its share of the machine.
     """
 
     name: str
     memory_gib: float
     peak_tflops: float
     nvlink_gbs: float
+    is_cpu: bool = False
 
     def usable_bytes(self, coefficients: Coefficients) -> float:
         """Return what tensors may take: all, less context and NCCL, less fragmentation."""
+        if self.is_cpu:
+            return (self.memory_gib - coefficients.process_gib) * GIB
         reserved = coefficients.context_gib + coefficients.nccl_gib
         return (self.memory_gib - reserved) * GIB / (1 + coefficients.fragmentation)
 
@@ -48,6 +53,16 @@ GPUS = {
         Gpu("b200-180", 179.0, 2250, 900),
     )
 }
+
+
+_CPU_TFLOPS = 0.1
+"""Of a thread; a guess that `calibrate` makes good."""
+
+
+def this_machine(processes: int, threads: int) -> Gpu:
+    """Return the share that each of some processes has of this machine, as if it were a GPU."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return Gpu("cpu", memory / GIB / processes, _CPU_TFLOPS * threads, 0, is_cpu=True)
 
 
 @dataclass(frozen=True)
@@ -105,7 +120,7 @@ def find_gpu(name: str, table: Path | None = None) -> Gpu:
 
 
 def _read_gpus(path: Path) -> dict[str, Gpu]:
-    keys = {field.name for field in fields(Gpu)} - {"name"}
+    keys = {field.name for field in fields(Gpu)} - {"name", "is_cpu"}
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8")).get("gpu", {})
     except OSError as error:

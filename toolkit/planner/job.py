@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from toolkit.errors import InputError
-from toolkit.planner.activations import Kernels
+from toolkit.planner.activations import HALF, WIDE, Kernels
 from toolkit.planner.coefficients import Coefficients
 from toolkit.planner.hardware import Gpu, Network
 from toolkit.planner.shapes import ModelShape
@@ -41,8 +41,11 @@ class Job:
         tokens: T, of a micro-batch on one data-parallel rank.
         sequence_length: tokens that attend to each other.
         micro_batches: of a data-parallel rank in an optimizer step.
+        student_bytes: of a number where the student computes: 2, or 4 without mixed precision.
+        teacher_bytes: of a number of the teacher and of its hidden states.
         sharding: of the student's state.
         gradient_bytes: of a number of the gradients.
+        keeps_gradients: whether they are there in forward too, as they are when they accumulate.
         recompute: of activations: none, whole layers, or every second layer (`selective`).
         kernels: of norms and gated units.
         tensor_parallel: ranks that share a student's layer, with sequence parallelism.
@@ -59,6 +62,7 @@ class Job:
         device_slots: micro-batches of hidden states on a student's GPU.
         host_slots: the same in its node's memory: the slots of a ring.
         teacher_slots: the same on a teacher.
+        replica_gpus: GPUs of a replica of the teacher; the fewest that hold it if None.
         teacher_shards: GPUs among which a colocated teacher is sharded; all if None.
         trained_share: of the tokens, those with a label; only their hidden states travel.
         coefficients: what does not follow from sizes.
@@ -74,8 +78,11 @@ class Job:
     tokens: int = 8192
     sequence_length: int = 8192
     micro_batches: int = 1
+    student_bytes: int = 2
+    teacher_bytes: int = 2
     sharding: Sharding = "fsdp2"
     gradient_bytes: int = 4
+    keeps_gradients: bool = True
     recompute: Recompute = "full"
     kernels: Kernels = "fused"
     tensor_parallel: int = 1
@@ -92,6 +99,7 @@ class Job:
     device_slots: int = 2
     host_slots: int = 8
     teacher_slots: int = 4
+    replica_gpus: int | None = None
     teacher_shards: int | None = None
     trained_share: float = 1.0
     coefficients: Coefficients = field(default_factory=Coefficients)
@@ -116,6 +124,9 @@ class Job:
                 f"expert_parallel = {self.expert_parallel} does not divide the"
                 f" {self.replicas} data-parallel ranks"
             )
+        for name in ("student_bytes", "teacher_bytes"):
+            if getattr(self, name) not in (HALF, WIDE):
+                raise InputError(f"{name} = {getattr(self, name)} must be {HALF} or {WIDE}")
         if not 0 < self.trained_share <= 1:
             raise InputError(f"trained_share = {self.trained_share} must lie in (0, 1]")
 

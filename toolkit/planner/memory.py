@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Literal
 
-from toolkit.planner.activations import saved_by_layer
-from toolkit.planner.job import Job
+from toolkit.planner.activations import HALF, WIDE, saved_by_layer
+from toolkit.planner.job import Job, Sharding
 from toolkit.planner.loss_plan import Plan, Sizes, make_plan, transient_bytes
 from toolkit.planner.parameters import LayerCounts, count, count_layer
 from toolkit.planner.shapes import (
@@ -29,9 +29,6 @@ from transport.layout import RingGeometry
 
 Layout = Literal["colocated_full", "colocated_fused", "disaggregated"]
 LAYOUTS: tuple[Layout, ...] = ("colocated_full", "colocated_fused", "disaggregated")
-
-HALF, WIDE = 2, 4
-"""Bytes of a number in bfloat16 and in float32."""
 
 
 @dataclass(frozen=True)
@@ -61,68 +58,95 @@ class Memory:
 
 def student_memory(job: Job, layout: Layout) -> Memory:
     """Return what a GPU needs that trains the student."""
-    counts, coefficients = count(job.student), job.coefficients
-    stages = job.tensor_parallel * job.pipeline_parallel
+    counts, item = count(job.student), job.student_bytes
     is_gathered = job.sharding in ("zero3", "fsdp2")
     head = counts.head_matrix / job.tensor_parallel
-    root = 0.0
-    if is_gathered and not job.has_own_head_group:
-        root = HALF * (counts.embedding + counts.head) / job.tensor_parallel
-    head_weight = HALF * head if is_gathered and job.has_own_head_group else 0.0
-    head_gradient = WIDE * head if is_gathered else 0.0
-    gathered_layer = (
-        (HALF * (1 + job.prefetch) + WIDE) * _largest_layer(job) if is_gathered else 0.0
-    )
+    root = head_weight = head_gradient = gathered_layer = 0.0
+    if is_gathered:
+        head_gradient = WIDE * head
+        gathered_layer = (item * (1 + job.prefetch) + WIDE) * _largest_layer(job)
+        if job.has_own_head_group:
+            head_weight = item * head
+        else:
+            root = item * (counts.embedding + counts.head) / job.tensor_parallel
+    state = state_bytes(job)
+    gradients = 0.0
+    if not job.keeps_gradients:
+        gradients = state.pop("gradients")
+        head_gradient = max(head_gradient, job.gradient_bytes * head)
     kept, work = activation_bytes(job)
-    static = {"state": state_bytes(job)} | _teacher_static(job, layout)
-    teacher_head = 0.0
-    if layout == "colocated_fused":  # gathered for the loss
-        teacher_head = HALF * job.teacher.vocab_size * job.teacher.hidden_size
-    loss = loss_bytes(job, layout) + head_weight + head_gradient + root + teacher_head
+    loss = loss_bytes(job, layout) + head_weight + head_gradient + root
+    if layout == "colocated_fused":  # its head is gathered, or there anyway
+        shared = _teacher_shards(job) > 1
+        loss += shared * job.teacher_bytes * job.teacher.vocab_size * job.teacher.hidden_size
     own_gradient = 0.0 if job.has_own_head_group else head_gradient
-    optimizer = coefficients.optimizer_bytes * counts.total / stages
     moments = {
         "loss": kept + loss,
-        "backward": kept + work + root + own_gradient + gathered_layer,
-        "optimizer": optimizer / (job.shards if is_gathered else 1),
+        "backward": max(gradients, kept) + work + root + own_gradient + gathered_layer,
+        "optimizer": gradients + _optimizer_bytes(job),
     }
     if layout != "disaggregated":
         moments["teacher forward"] = _teacher_moment(job, layout)
-    return Memory(static, moments, kept)
+    return Memory(state | _teacher_static(job, layout), moments, kept)
 
 
-def state_bytes(job: Job) -> float:
+def state_bytes(job: Job) -> dict[str, float]:
     """Return weights, gradients and AdamW's state of a student's GPU."""
     counts = count(job.student)
     stages = job.tensor_parallel * job.pipeline_parallel
     routed_stages = job.expert_parallel * job.pipeline_parallel
     dense = sharded_bytes(
-        (counts.total - counts.routed) / stages, job.sharding, job.shards, job.gradient_bytes
+        (counts.total - counts.routed) / stages,
+        job.sharding,
+        job.shards,
+        gradient_bytes=job.gradient_bytes,
+        weight_bytes=job.student_bytes,
     )
-    routed_shards = job.student_gpus // routed_stages
     routed = sharded_bytes(
-        counts.routed / routed_stages, job.sharding, routed_shards, job.gradient_bytes
+        counts.routed / routed_stages,
+        job.sharding,
+        job.student_gpus // routed_stages,
+        gradient_bytes=job.gradient_bytes,
+        weight_bytes=job.student_bytes,
     )
-    return dense + routed
+    state = {name: dense[name] + routed[name] for name in dense}
+    if job.sharding == "ddp" and job.replicas > 1:
+        state["gradient buckets"] = state["gradients"]
+    return state
 
 
-def sharded_bytes(parameters: float, sharding: str, shards: int, gradient_bytes: int = 4) -> float:
-    """Return the state of some parameters: HALF weights, gradients, 12 bytes for AdamW.
+def sharded_bytes(
+    parameters: float,
+    sharding: Sharding,
+    shards: int,
+    *,
+    gradient_bytes: int = WIDE,
+    weight_bytes: int = HALF,
+) -> dict[str, float]:
+    """Return the state of some parameters: weights, gradients, AdamW's moments and main weights.
 
-    With `fsdp2` the float32 shard is the only copy of the weights: 4 + gradients + 8.
+    Weights that compute in float32 are the main ones; so are those of `fsdp2`, which casts them
+    where it gathers.
     """
-    weights, optimizer = HALF, 12
-    match sharding:
-        case "ddp":
-            return (weights + gradient_bytes + optimizer) * parameters
-        case "zero1":
-            return (weights + gradient_bytes) * parameters + optimizer * parameters / shards
-        case "zero2":
-            return weights * parameters + (gradient_bytes + optimizer) * parameters / shards
-        case "zero3":
-            return (weights + gradient_bytes + optimizer) * parameters / shards
-        case _:
-            return (gradient_bytes + optimizer) * parameters / shards
+    main = WIDE if weight_bytes == HALF and sharding != "fsdp2" else 0
+    weights = WIDE if sharding == "fsdp2" else weight_bytes
+    sharded = {
+        "ddp": (),
+        "zero1": ("optimizer",),
+        "zero2": ("optimizer", "gradients"),
+        "zero3": ("optimizer", "gradients", "weights"),
+        "fsdp2": ("optimizer", "gradients", "weights"),
+    }[sharding]
+    sizes = {"weights": weights, "gradients": gradient_bytes, "optimizer": 2 * WIDE + main}
+    return {
+        name: size * parameters / (shards if name in sharded else 1) for name, size in sizes.items()
+    }
+
+
+def _optimizer_bytes(job: Job) -> float:
+    parameters = count(job.student).total / (job.tensor_parallel * job.pipeline_parallel)
+    is_gathered = job.sharding in ("zero3", "fsdp2")
+    return job.coefficients.optimizer_bytes * parameters / (job.shards if is_gathered else 1)
 
 
 def activation_bytes(job: Job) -> tuple[float, float]:
@@ -133,14 +157,18 @@ def activation_bytes(job: Job) -> tuple[float, float]:
     h, parallel = job.student.hidden_size, job.tensor_parallel
     imbalance = job.coefficients.expert_imbalance
     layers = [
-        saved_by_layer(job.student, layer, job.kernels, imbalance).on_rank(parallel)
+        saved_by_layer(job.student, layer, job.kernels, imbalance, job.student_bytes).on_rank(
+            parallel
+        )
         for layer in job.student.layers
     ]
-    whole, boundary, largest = sum(layers) / len(layers), HALF * h / parallel, max(layers)
+    whole, largest = sum(layers) / len(layers), max(layers)
+    boundary = job.student_bytes * h / parallel
     per_layer = {"none": whole, "selective": (whole + boundary) / 2, "full": boundary}
     in_stage = ceil(len(layers) / job.pipeline_parallel)
     kept = in_stage * job.pipeline_parallel * per_layer[job.recompute]
-    work = job.coefficients.work_hidden * h + job.coefficients.work_layer * largest
+    work = job.coefficients.work_hidden * h * job.student_bytes / HALF
+    work += job.coefficients.work_layer * largest
     work += 0.0 if job.recompute == "none" else largest
     return kept * job.rank_tokens, work * job.rank_tokens
 
@@ -174,7 +202,7 @@ def fused_plan(job: Job) -> tuple[Plan, Sizes]:
         num_rows=max(1, round(tokens * job.trained_share)),
         vocab_size=columns,
         hidden_sizes=(job.student.hidden_size, job.teacher.hidden_size),
-        itemsizes=(HALF, HALF),
+        itemsizes=(job.student_bytes, job.teacher_bytes),
         sum_itemsize=WIDE,
         own_weight_grad=False,
         workspace_bytes=0,
@@ -191,8 +219,8 @@ def fused_plan(job: Job) -> tuple[Plan, Sizes]:
 
 def ring_geometry(job: Job) -> RingGeometry:
     """Return the ring of one student rank, as the transport lays it out."""
-    tokens = ceil(job.rank_tokens * job.trained_share)
-    return RingGeometry(job.host_slots, tokens, job.teacher.hidden_size, HALF)
+    tokens = ceil(job.rank_tokens)
+    return RingGeometry(job.host_slots, tokens, job.teacher.hidden_size, job.teacher_bytes)
 
 
 def teacher_memory(job: Job, gpus: int) -> Memory:
@@ -200,10 +228,10 @@ def teacher_memory(job: Job, gpus: int) -> Memory:
     teacher, counts = job.teacher, count(job.teacher)
     hidden = job.tokens * teacher.hidden_size
     static = {
-        "weights": HALF * (counts.total - counts.head) / gpus,
-        "staging": float(HALF * job.teacher_slots * hidden),
+        "weights": job.teacher_bytes * (counts.total - counts.head) / gpus,
+        "staging": float(job.teacher_bytes * job.teacher_slots * hidden),
     }
-    gathered = 6 * hidden if gpus > 1 else 0
+    gathered = 3 * job.teacher_bytes * hidden if gpus > 1 else 0
     return Memory(static, {"forward": forward_bytes(teacher, job.tokens, gpus, job) + gathered})
 
 
@@ -214,10 +242,12 @@ def forward_bytes(model: ModelShape, tokens: float, ranks: int, job: Job) -> flo
     """
     imbalance = job.coefficients.expert_imbalance
     widest = max(_widest_moment(layer, model.hidden_size, imbalance) for layer in model.layers)
-    return tokens * (3 * HALF * model.hidden_size + widest / ranks)
+    item = job.teacher_bytes
+    return tokens * (3 * item * model.hidden_size + widest * item / HALF / ranks)
 
 
 def _widest_moment(layer: Layer, h: int, expert_imbalance: float) -> float:
+    """Return the bytes of a token in bfloat16."""
     mlp = layer.mlp
     if isinstance(mlp, MoeMlp):
         of_mlp = expert_imbalance * mlp.active * (4 * h + 6 * mlp.width) + 8 * mlp.experts
@@ -249,15 +279,18 @@ def _largest_layer(job: Job) -> float:
 
 def _teacher_static(job: Job, layout: Layout) -> dict[str, float]:
     teacher = job.teacher
-    hidden = float(HALF * job.rank_tokens * teacher.hidden_size)
+    hidden = float(job.teacher_bytes * job.rank_tokens * teacher.hidden_size)
     if layout == "disaggregated":
-        head = HALF * teacher.vocab_size * teacher.hidden_size
+        head = job.teacher_bytes * teacher.vocab_size * teacher.hidden_size
         return {
             "teacher head": head / max(job.tensor_parallel, job.vocab_shards),
-            "hidden states": job.device_slots * hidden,
+            # Without a GPU the trainer reads the ring itself.
+            "hidden states": ring_geometry(job).total_bytes
+            if job.gpu.is_cpu
+            else job.device_slots * hidden,
         }
-    shards = job.teacher_shards or job.student_gpus
-    static = {"teacher weights": HALF * count(teacher).total / shards}
+    weights = job.teacher_bytes * count(teacher).total / _teacher_shards(job)
+    static = {"teacher weights": weights}
     return static | ({"hidden states": hidden} if layout == "colocated_fused" else {})
 
 
@@ -265,8 +298,12 @@ def _teacher_moment(job: Job, layout: Layout) -> float:
     """Return the forward of a colocated teacher, layer by layer gathered, before the student's."""
     teacher, counts = job.teacher, count(job.teacher)
     needed = forward_bytes(teacher, job.rank_tokens, 1, job)
-    if (job.teacher_shards or job.student_gpus) > 1:
-        needed += HALF * (1 + job.prefetch) * counts.largest_layer
+    if _teacher_shards(job) > 1:
+        needed += job.teacher_bytes * (1 + job.prefetch) * counts.largest_layer
     if layout == "colocated_full":
-        needed += HALF * (job.rank_tokens * teacher.vocab_size + counts.head_matrix)
+        needed += job.teacher_bytes * (job.rank_tokens * teacher.vocab_size + counts.head_matrix)
     return needed
+
+
+def _teacher_shards(job: Job) -> int:
+    return job.teacher_shards or job.student_gpus

@@ -74,7 +74,8 @@ class Teachers:
 def smallest_replica(job: Job) -> int | None:
     """Return the fewest GPUs that hold a teacher replica."""
     usable = job.gpu.usable_bytes(job.coefficients)
-    fitting = (gpus for gpus in REPLICA_GPUS if teacher_memory(job, gpus).peak <= usable)
+    sizes = REPLICA_GPUS if job.replica_gpus is None else (job.replica_gpus,)
+    fitting = (gpus for gpus in sizes if teacher_memory(job, gpus).peak <= usable)
     return next(fitting, None)
 
 
@@ -88,7 +89,9 @@ def plan_teachers(job: Job) -> Teachers:
     ring = None
     if replicas:
         student_s = job.tokens / (job.model_parallel * both.student)
-        payload = job.tokens * job.trained_share * token_bytes(job.teacher).hidden
+        payload = (
+            job.tokens * job.trained_share * token_bytes(job.teacher, job.teacher_bytes).hidden
+        )
         port = replace(job.network, ports=1).bytes_per_s(job.coefficients)
         teacher_s = job.tokens / (gpus * both.teacher) + payload / port
         ring = ring_slots(job, replicas / job.replicas, teacher_s, student_s)
@@ -108,7 +111,7 @@ def make_plan(job: Job, layout: Layout) -> Plan:
         if fits and not teachers.replicas:
             fits = False
             reason = (
-                "no replica of the teacher fits 64 GPUs"
+                f"no replica of the teacher fits {job.replica_gpus or REPLICA_GPUS[-1]} GPUs"
                 if teachers.replica_gpus is None
                 else f"a replica of the teacher takes {teachers.replica_gpus} GPUs,"
                 f" {job.teacher_gpus} are given"
@@ -189,7 +192,7 @@ def _disaggregated_rate(job: Job) -> tuple[float, Bound, float]:
     """Return tokens/s, what limits it, and the bytes that enter a student node in a second."""
     both, teachers = rates(job), plan_teachers(job)
     of_teachers = teachers.replicas * (teachers.replica_gpus or 0) * both.teacher
-    token = token_bytes(job.teacher).hidden * job.trained_share
+    token = token_bytes(job.teacher, job.teacher_bytes).hidden * job.trained_share
     on_node = min(job.node_gpus, job.student_gpus)
     nodes = ceil(job.student_gpus / job.node_gpus)
     of_network = nodes * job.network.bytes_per_s(job.coefficients) / token

@@ -8,9 +8,10 @@ a matrix counts 2 operations per number of it. `docs/traffic-model.md` derives t
 from dataclasses import dataclass
 from math import ceil, expm1, inf, log
 
+from toolkit.planner.activations import HALF
 from toolkit.planner.job import Job, Recompute
 from toolkit.planner.loss_plan import Plan
-from toolkit.planner.memory import HALF, fused_plan
+from toolkit.planner.memory import fused_plan
 from toolkit.planner.parameters import count
 from toolkit.planner.shapes import GatedDelta, LatentAttention, Mixer, ModelShape, MoeMlp
 
@@ -111,9 +112,13 @@ class TokenBytes:
     top_k: int
 
 
-def token_bytes(teacher: ModelShape) -> TokenBytes:
-    """Return the bytes of a token in bfloat16."""
-    return TokenBytes(HALF * teacher.hidden_size, HALF * teacher.vocab_size, TOP_K * (HALF + 4))
+def token_bytes(teacher: ModelShape, item_bytes: int = HALF) -> TokenBytes:
+    """Return the bytes of a token; in bfloat16 if not said."""
+    return TokenBytes(
+        item_bytes * teacher.hidden_size,
+        item_bytes * teacher.vocab_size,
+        TOP_K * (item_bytes + 4),
+    )
 
 
 def gather_bytes(model: ModelShape, nodes: int) -> float:
