@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from jobs.planning.command import plan
+from jobs.planning.command import calibrate, plan
 from toolkit.errors import InputError
 
 app = typer.Typer(
@@ -29,6 +29,7 @@ RunArgument = Annotated[Path, typer.Argument(help="Run folder.", metavar="RUN")]
 _EXIT_USAGE = 2
 
 app.command()(plan)
+app.command()(calibrate)
 
 
 @app.command()
@@ -36,6 +37,7 @@ def run(config: ConfigArgument, overrides: OverrideOption = None) -> None:
     """Run on this machine, or go on with a run that was stopped."""
     from jobs.local import LocalRun
     from jobs.monitor.app import watching
+    from jobs.planning.gate import plan_gate
     from jobs.preflight import check_inputs
     from jobs.run_folder import RunFolder
     from toolkit.config_file import load_config
@@ -49,6 +51,7 @@ def run(config: ConfigArgument, overrides: OverrideOption = None) -> None:
         if folder.done.exists():
             console.print(f"{folder.path} is done already")
         else:
+            console.print(plan_gate(settings, is_here=True).text, markup=False, soft_wrap=True)
             folder.begin()
             with watching(folder, console) as refresh:
                 outcome = LocalRun(settings, folder).run(refresh)
@@ -67,9 +70,13 @@ def submit(
         bool, typer.Option("--dry-run", help="Print the batch file, queue nothing.")
     ] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Follow the run to its end.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Queue it even if the plan says it cannot fit.")
+    ] = False,
 ) -> None:
     """Queue one heterogeneous Slurm job, or go on with a run that has ended too early."""
     from jobs.monitor.app import follow
+    from jobs.planning.gate import plan_gate
     from jobs.run_folder import RunFolder
     from jobs.slurm.submit import dry_run_text, submit_run
     from toolkit.config_file import load_config
@@ -78,6 +85,10 @@ def submit(
     if dry_run:
         print(dry_run_text(settings), end="")
         return
+    gate = plan_gate(settings, is_here=False)
+    if gate.fits is False and not force:
+        raise InputError(f"{gate.text}; --force queues it all the same")
+    Console().print(gate.text, markup=False, soft_wrap=True)
     folder = RunFolder(Path(settings.run.folder))
     Console().print(submit_run(settings, folder), soft_wrap=True)
     if wait:

@@ -34,6 +34,7 @@ from toolkit.teacher.pinning import pin_for
 from toolkit.teacher.sources import ColocatedTeacher, RemoteTeachers, TeacherBody, TeacherSource
 from toolkit.training.checkpoint import Checkpoints
 from toolkit.training.evaluate import evaluate
+from toolkit.training.memory import PeakMemory
 from toolkit.training.metrics import MetricsWriter
 from toolkit.training.ranks import Ranks, joined
 from toolkit.training.student import DistilledStudent
@@ -102,6 +103,7 @@ class _StudentRun:
                 checkpoints=Checkpoints(self._folder.checkpoints, config.checkpoint.keep, ranks),
                 metrics=self._metrics,
                 ranks=ranks,
+                memory=PeakMemory(ranks.device),
             )
             if trainer.step == 0 and not self._evaluated("before", teacher):
                 return False

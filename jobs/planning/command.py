@@ -1,5 +1,6 @@
 """The command `plan`. Heavy imports stand inside, so that help comes at once."""
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -64,12 +65,16 @@ def plan(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     svg: Annotated[Path | None, typer.Option(help="Write it as a picture.")] = None,
+    check: Annotated[
+        Path | None, typer.Option(help="Put the plan of a run beside what it measured.")
+    ] = None,
     sweep: Annotated[
         str | None, typer.Option(help="Rates of nodes in all, for example nodes=1..16.")
     ] = None,
 ) -> None:
     """Say before queueing what fits, how fast it is and what limits it: three layouts."""
     from jobs.planning import report, view
+    from jobs.run_folder import RunFolder
     from toolkit.config_file import load_config
     from toolkit.errors import InputError
     from toolkit.planner.coefficients import read_coefficients
@@ -79,10 +84,18 @@ def plan(
 
     is_auto = config is None and recompute == _AUTO
     numbers = read_coefficients(coefficients, coefficient or [])
+    if check is not None:
+        run = RunFolder(check)
+        job = report.job_of_config(run.load(), gpu, network, hardware, numbers)
+        comparisons = report.check_run(run, job)
+        if as_json:
+            print(json.dumps({item.name: vars(item) for item in comparisons}, indent=1))
+        else:
+            _show(view.check_view(comparisons), svg)
+        return
     if config is not None:
-        job = report.job_of_config(
-            load_config(config, overrides or []), gpu, network, hardware, numbers
-        )
+        settings = load_config(config, overrides or [])
+        job = report.job_of_config(settings, gpu, network, hardware, numbers)
     elif teacher is None or student is None:
         raise InputError("give a configuration, or --teacher and --student")
     else:
@@ -120,6 +133,32 @@ def plan(
         print(report.as_json(found))
     else:
         _show(view.report_view(found), svg)
+
+
+def calibrate(
+    folders: Annotated[list[Path], typer.Argument(help="Run folders.", metavar="RUN...")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="TOML to write.")],
+    gpu: Annotated[str | None, typer.Option(help="GPU of the runs.")] = None,
+    hardware: Annotated[Path | None, typer.Option(help="TOML with further GPUs.")] = None,
+) -> None:
+    """Fit the planner's estimates to what runs measured, for `plan --coefficients`."""
+    import tomli_w
+
+    from jobs.planning import report
+    from jobs.run_folder import RunFolder
+    from toolkit.planner.coefficients import Coefficients
+    from toolkit.planner.measured import calibrated, merged
+    from toolkit.planner.run import layout_of
+    from transport.rendezvous import write_atomically
+
+    runs = []
+    for folder in map(RunFolder, folders):
+        config = folder.load()
+        job = report.job_of_config(config, gpu, None, hardware, Coefficients())
+        runs.append(calibrated(job, layout_of(config), report.measured_of(folder, job)))
+    text = tomli_w.dumps(merged(runs))
+    write_atomically(output, text)
+    print(text, end="")
 
 
 def _show(content: "RenderableType", svg: Path | None) -> None:

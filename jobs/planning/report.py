@@ -6,14 +6,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from jobs.run_folder import RunFolder
 from toolkit.config import Config
 from toolkit.errors import InputError
 from toolkit.planner.coefficients import Coefficients
 from toolkit.planner.hardware import GIB, find_gpu, parse_network
 from toolkit.planner.job import Job
+from toolkit.planner.measured import Comparison, Measured, compare, measure
 from toolkit.planner.memory import Layout, ring_geometry
 from toolkit.planner.plans import Plan, Teachers, job_of, make_plans, plan_teachers
-from toolkit.planner.run import job_of_run
+from toolkit.planner.run import job_of_run, layout_of
 from toolkit.planner.verdict import (
     Finding,
     Split,
@@ -22,6 +24,7 @@ from toolkit.planner.verdict import (
     remedies,
     verdict,
 )
+from toolkit.training.metrics import MetricsReader, read_steps
 
 DEFAULT_GPU = "h100-80"
 DEFAULT_NETWORK = "8x400"
@@ -92,7 +95,7 @@ def make_report(job: Job, *, choose: bool) -> Report:
             for layout, plan in plans.items()
             if not plan.fits
         },
-        findings=list(compatibility(job.student, job.teacher)),
+        findings=list(compatibility(job)),
         verdict=verdict(job, plans),
         ring_bytes=ring_geometry(job).total_bytes,
         split=best_split(job, gpus, choose=choose),
@@ -185,3 +188,29 @@ def _sweep_row(job: Job, nodes: int, choose: bool) -> SweepRow:
     if split is None:
         del plans["disaggregated"]
     return SweepRow(nodes, plans, divided.teacher_gpus)
+
+
+def check_run(folder: RunFolder, job: Job) -> list[Comparison]:
+    """Return the plan of a run beside what it measured.
+
+    Raises:
+        InputError: it has too few steps.
+    """
+    return compare(job, layout_of(folder.load()), measured_of(folder, job))
+
+
+def measured_of(folder: RunFolder, job: Job) -> Measured:
+    """Return what a run measured.
+
+    Raises:
+        InputError: it has too few steps.
+    """
+    ranks = range(folder.load().student.replicas)
+    students = [list(read_steps(folder.metrics_file("student", rank)).values()) for rank in ranks]
+    served = [
+        record
+        for path in sorted(folder.metrics.glob("teacher-*.jsonl"))
+        for record in MetricsReader(path).read()
+        if record["kind"] == "served"
+    ]
+    return measure(students, served, job)

@@ -8,6 +8,7 @@ from rich.text import Text
 
 from jobs.planning.report import REMEDIES, Report, SweepRow
 from toolkit.planner.hardware import GIB
+from toolkit.planner.measured import Comparison
 from toolkit.planner.memory import LAYOUTS, Layout
 from toolkit.planner.plans import Plan
 from toolkit.planner.verdict import NAMES
@@ -48,6 +49,28 @@ def sweep_view(rows: Sequence[SweepRow]) -> RenderableType:
     return table
 
 
+def check_view(comparisons: Sequence[Comparison]) -> RenderableType:
+    """Return the plan of a run beside what it measured."""
+    table = Table()
+    for column in ("", "planned", "measured", "planned / measured"):
+        table.add_column(column, justify="right" if column else "left")
+    for item in comparisons:
+        ratio = f"{item.planned / item.measured:.3f}" if item.measured else ""
+        planned, measured = (_quantity(size, item.unit) for size in (item.planned, item.measured))
+        table.add_row(item.name, planned, measured, ratio)
+    return table
+
+
+def _quantity(value: float, unit: str) -> str:
+    match unit:
+        case "":
+            return f"{value:.1%}"
+        case "B" if value >= GIB / 1024:
+            return f"{value / GIB:.3f} GiB"
+        case _:
+            return f"{value:,.4g} {unit}"
+
+
 def _rate(row: SweepRow, layout: Layout, fastest: float) -> Text:
     plan = row.plans.get(layout)
     if plan is None or not plan.fits:
@@ -72,7 +95,7 @@ def _title(report: Report) -> Text:
 
 def _layouts(report: Report) -> Table:
     table = Table()
-    table.add_column("GiB on a student's GPU")
+    table.add_column("GiB of a student rank")
     plans = [report.plans[layout] for layout in LAYOUTS]
     for plan in plans:
         table.add_column(NAMES[plan.layout], justify="right")
@@ -163,4 +186,5 @@ def _teachers(report: Report) -> Text:
 
 
 def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / GIB:.1f}"
+    size = num_bytes / GIB
+    return f"{size:.1f}" if size >= 1 else f"{size:.3f}"

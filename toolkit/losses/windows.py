@@ -4,7 +4,8 @@ Shapes: T tokens, N of them labelled, R rows of a window, S columns of a shard, 
 V vocabulary.
 A window's logits are computed shard by shard and kept; once the statistics over all V columns are
 known, the gradient is written over the student's logits and multiplied out. Full logits `[T, V]`
-never exist, and nothing is computed twice. What it takes: `toolkit.planner.loss_plan.transient_bytes`.
+never exist, and nothing is computed twice. What it takes says
+`toolkit.planner.loss_plan.transient_bytes`.
 """
 
 from typing import Any

@@ -4,8 +4,8 @@ h hidden size, e bytes of a number. Attention is one fused kernel that keeps que
 output and a row's log sum exp (FlashAttention, arXiv:2205.14135). `fused` norms and gated units
 keep their inputs and compute the rest again (Liger, Transformer Engine, Apex); `eager` is the
 Python of transformers, measured to 0.1 % for Llama, Qwen3, Qwen3-MoE and the full attention of
-Qwen3.5. Gated delta layers and fused kernels are estimates. With plain attention, GELU and width 4 h
-this is the formula of Korthikanti et al. (arXiv:2205.05198) without its dropout masks.
+Qwen3.5. Gated delta layers and fused kernels are estimates. With plain attention, GELU and width
+4 h this is the formula of Korthikanti et al. (arXiv:2205.05198) without its dropout masks.
 """
 
 from typing import Literal, NamedTuple

@@ -40,7 +40,7 @@ class Coefficients:
     context_gib: float = _number(0.7, "estimate", "GiB of the CUDA context")
     nccl_gib: float = _number(1.6, "estimate", "GiB of NCCL's buffers")
     process_gib: float = _number(
-        0.35, "estimate", "GiB of a process without a GPU, before it loads a model"
+        0.37, "measured", "GiB of a process without a GPU, models and their steps apart"
     )
     fragmentation: float = _number(
         0.06, "estimate", "memory lost between allocations, as a share of what is used"

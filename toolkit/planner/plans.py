@@ -117,8 +117,8 @@ def make_plan(job: Job, layout: Layout) -> Plan:
                 f" {job.teacher_gpus} are given"
             )
     else:
-        head_passes = 1 if layout == "colocated_full" else None
-        tokens_per_s, bound, ingress = _colocated_rate(job, head_passes)
+        passes = 1 if layout == "colocated_full" else None
+        tokens_per_s, bound, ingress = _colocated_rate(job, passes)
     step_tokens = job.tokens * job.replicas * job.micro_batches
     return Plan(
         layout=layout,
@@ -205,12 +205,12 @@ def _disaggregated_rate(job: Job) -> tuple[float, Bound, float]:
     return limits[bound], bound, limits[bound] * token * on_node / job.student_gpus
 
 
-def _colocated_rate(job: Job, head_passes: int | None) -> tuple[float, Bound, float]:
+def _colocated_rate(job: Job, passes: int | None) -> tuple[float, Bound, float]:
     """Return the same where every GPU runs the teacher, then the student.
 
     A teacher that is sharded over nodes is gathered in each micro-batch, beside its computation.
     """
-    both, nodes = rates(job, head_passes), ceil(job.student_gpus / job.node_gpus)
+    both, nodes = rates(job, passes), ceil(job.student_gpus / job.node_gpus)
     tokens = job.tokens / job.model_parallel
     student_s, teacher_s = tokens / both.student, tokens / both.teacher
     over_nodes = _teacher_shards(job) > job.node_gpus

@@ -10,7 +10,6 @@ from math import ceil, expm1, inf, log
 
 from toolkit.planner.activations import HALF
 from toolkit.planner.job import Job, Recompute
-from toolkit.planner.loss_plan import Plan
 from toolkit.planner.memory import fused_plan
 from toolkit.planner.parameters import count
 from toolkit.planner.shapes import GatedDelta, LatentAttention, Mixer, ModelShape, MoeMlp
@@ -34,7 +33,7 @@ def student_flops(
     teacher: ModelShape,
     sequence_length: int,
     recompute: Recompute,
-    head_passes: int = 1,
+    passes: int = 1,
 ) -> float:
     """Return the operations of a token's training step, both heads included.
 
@@ -43,10 +42,10 @@ def student_flops(
         teacher: whose head the loss multiplies out too.
         sequence_length: tokens that attend to each other.
         recompute: of activations.
-        head_passes: how often logits are computed, see `toolkit.planner.loss_plan`.
+        passes: how often logits are computed, see `toolkit.planner.loss_plan`.
     """
-    heads = 2 * count(student).head_matrix * (head_passes + 2)
-    heads += 2 * count(teacher).head_matrix * head_passes
+    heads = 2 * count(student).head_matrix * (passes + 2)
+    heads += 2 * count(teacher).head_matrix * passes
     return forward_flops(student, sequence_length) * _FORWARDS[recompute] + heads
 
 
@@ -80,21 +79,23 @@ class Rates:
         return self.student / self.teacher
 
 
-def rates(job: Job, head_passes: int | None = None) -> Rates:
-    """Return what GPUs do where they wait for nothing; logits are computed as the loss does."""
+def rates(job: Job, passes: int | None = None) -> Rates:
+    """Return what GPUs do where they wait for nothing; logits are computed in some passes."""
     coefficients, peak = job.coefficients, job.gpu.peak_tflops * 1e12
     is_moe = any(isinstance(layer.mlp, MoeMlp) for layer in job.teacher.layers)
     mfu = coefficients.teacher_mfu_moe if is_moe else coefficients.teacher_mfu_dense
-    passes = head_passes or _head_passes(fused_plan(job)[0])
-    flops = student_flops(job.student, job.teacher, job.sequence_length, job.recompute, passes)
+    flops = student_flops(
+        job.student, job.teacher, job.sequence_length, job.recompute, passes or head_passes(job)
+    )
     return Rates(
         student=coefficients.student_mfu * peak / flops,
         teacher=mfu * peak / forward_flops(job.teacher, job.sequence_length),
     )
 
 
-def _head_passes(plan: Plan) -> int:
-    return 1 if plan.strategy == "windows" else 2
+def head_passes(job: Job) -> int:
+    """Return how often the fused loss computes the logits."""
+    return 1 if fused_plan(job)[0].strategy == "windows" else 2
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple, get_args
 
+from toolkit.planner.activations import HALF
 from toolkit.planner.facts import bundled
 from toolkit.planner.job import Job, Recompute
 from toolkit.planner.memory import Layout, student_memory
 from toolkit.planner.plans import Plan, max_tokens, plan_teachers, smallest_replica
-from toolkit.planner.shapes import ModelShape
 from toolkit.planner.traffic import rates
 
 NAMES: dict[Layout, str] = {
@@ -146,8 +146,9 @@ class Finding(NamedTuple):
     text: str
 
 
-def compatibility(student: ModelShape, teacher: ModelShape) -> Iterator[Finding]:
+def compatibility(job: Job) -> Iterator[Finding]:
     """Yield what stands between the models or is easily overlooked."""
+    student, teacher = job.student, job.teacher
     if student.vocab_size != teacher.vocab_size:
         yield Finding(
             True,
@@ -167,4 +168,5 @@ def compatibility(student: ModelShape, teacher: ModelShape) -> Iterator[Finding]
             yield Finding(False, f"the {role}'s vocabulary is {note}")
         if model.uncertain:
             yield Finding(False, f"of {model.name} is uncertain: {model.uncertain}")
-    yield Finding(False, "hidden states travel in bfloat16, after the teacher's last norm")
+    dtype = "bfloat16" if job.teacher_bytes == HALF else "float32"
+    yield Finding(False, f"hidden states travel in {dtype}, after the teacher's last norm")

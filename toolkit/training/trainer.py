@@ -14,6 +14,7 @@ from toolkit.data.batches import Batch, Batches
 from toolkit.losses.distillation import LossSums
 from toolkit.teacher.sources import TeacherSource
 from toolkit.training.checkpoint import Checkpoints
+from toolkit.training.memory import PeakMemory
 from toolkit.training.metrics import MetricsWriter
 from toolkit.training.ranks import Ranks
 from toolkit.training.schedule import learning_rate
@@ -48,6 +49,7 @@ class Trainer:
         checkpoints: Checkpoints,
         metrics: MetricsWriter,
         ranks: Ranks,
+        memory: PeakMemory,
     ) -> None:
         """Make the optimizer and resume from the newest whole checkpoint, if there is one.
 
@@ -59,6 +61,7 @@ class Trainer:
             checkpoints: where the state is kept.
             metrics: where a record of every step goes.
             ranks: the ranks that train this student together.
+            memory: of this process.
         """
         self._config = config
         self._student = student
@@ -67,6 +70,7 @@ class Trainer:
         self._checkpoints = checkpoints
         self._metrics = metrics
         self._ranks = ranks
+        self._memory = memory
         self._optimizer = make_optimizer(student.model, config.optim)
         self.step = 0
         """Number of finished steps."""
@@ -101,6 +105,7 @@ class Trainer:
         num_steps, every = self._config.run.steps, self._config.checkpoint.every_steps
         stream = self._teacher.stream(self._batches.training(self.step, num_steps))
         self._student.train()
+        self._memory.reset()
         try:
             stopping = self._ranks.sum(should_stop(self.step))[0] > 0
             while self.step < num_steps and not stopping:
@@ -200,6 +205,7 @@ class Trainer:
             tokens=self.tokens,
             tokens_per_s=values["step_tokens"] / step_s,
             step_s=step_s,
+            peak_bytes=self._memory.peak(),
             **values,
             **watch.seconds,
         )

@@ -13,6 +13,7 @@ from toolkit.models.heads import head_of, load_head
 from toolkit.models.load import body_of, load_model
 from toolkit.teacher.sources import ColocatedTeacher, TeacherBody
 from toolkit.training.checkpoint import Checkpoints
+from toolkit.training.memory import PeakMemory
 from toolkit.training.metrics import MetricsWriter
 from toolkit.training.ranks import ALONE
 from toolkit.training.student import DistilledStudent
@@ -61,6 +62,7 @@ def train(config: Config, should_stop: Callable[[int], bool] = lambda step: Fals
             checkpoints=Checkpoints(folder / "checkpoints", config.checkpoint.keep),
             metrics=metrics,
             ranks=ALONE,
+            memory=PeakMemory(torch.device("cpu")),
         )
         trainer.train(should_stop)
     return trainer
