@@ -14,6 +14,11 @@ from pydantic.fields import FieldInfo
 from jobs.cli import app
 from toolkit.config import Config
 from toolkit.config_file import LAYOUT, parse_config
+from toolkit.planner.coefficients import documented
+from toolkit.planner.facts import read_model
+from toolkit.planner.hardware import GIB, find_gpu, parse_network
+from toolkit.planner.job import Job
+from toolkit.planner.plans import make_plans
 from transport.layout import HEADER_BYTES, SlotHeader
 from transport.library import ucx_settings
 from transport.messages import Message
@@ -146,3 +151,43 @@ def test_messages_and_ucx_settings_are_described() -> None:
     kinds = {message.model_fields["kind"].default for message in get_args(Message)}
     described = {row[0] for row in rows(DOCS / "transport.md")}
     assert kinds | ucx_settings("lo", "tcp").keys() <= described
+
+
+@pytest.mark.parametrize("page", ["memory-model", "traffic-model"])
+def test_coefficients_are_described_with_their_defaults(page: str) -> None:
+    known = {item.name: item for item in documented()}
+    other = {"memory-model": "traffic-model", "traffic-model": "memory-model"}[page]
+    here, there = (
+        [row for row in rows(DOCS / f"{name}.md") if row[2:3] in (["measured"], ["estimate"])]
+        for name in (page, other)
+    )
+    assert {row[0] for row in here + there} == known.keys()
+    assert len(here + there) == len(known)
+    for name, default, tag, meaning in here:
+        item = known[name]
+        text = "none" if item.default is None else f"{item.default:g}"
+        assert (default, tag, meaning) == (text, item.tag, item.meaning)
+
+
+PAIRS = {
+    "35B-A3B to 9B": ("Qwen3.5-35B-A3B", "Qwen3.5-9B"),
+    "122B-A10B to 27B": ("Qwen3.5-122B-A10B", "Qwen3.5-27B"),
+    "397B-A17B to 35B-A3B": ("Qwen3.5-397B-A17B", "Qwen3.5-35B-A3B"),
+    "235B-A22B to 32B": ("Qwen3-235B-A22B", "Qwen3-32B"),
+    "405B to 70B": ("Llama-3.1-405B", "Llama-3.1-70B"),
+}
+
+
+def test_pairs_are_planned_as_described() -> None:
+    found = [row for row in rows(DOCS / "planning.md") if row[0] in PAIRS]
+    assert [row[0] for row in found] == [name for name in PAIRS for _ in range(2)]
+    for name, gpus, network, *described in found:
+        teacher, student = map(read_model, PAIRS[name])
+        student_gpus, teacher_gpus = map(int, gpus.split(" + "))
+        hardware = find_gpu("h100-80"), parse_network(network)
+        job = Job(student, teacher, *hardware, student_gpus, teacher_gpus)
+        plans = make_plans(job, choose=True)
+        expected = [
+            f"{plan.tokens_per_s:,.0f}, {plan.memory.peak / GIB:.1f}" for plan in plans.values()
+        ]
+        assert described == [*expected, plans["disaggregated"].bound]

@@ -35,7 +35,10 @@ def test_imports_go_down_only(package: str) -> None:
     assert not {file: names for file, names in wrong.items() if names}
 
 
-@pytest.mark.parametrize("module", ["jobs.cli", "jobs.local", "jobs.monitor.app", "transport.pool"])
+@pytest.mark.parametrize(
+    "module",
+    ["jobs.cli", "jobs.local", "jobs.monitor.app", "jobs.planning.gate", "transport.pool"],
+)
 def test_light_modules_import_neither_torch_nor_transformers(module: str) -> None:
     code = f"import sys, {module}; print(*({{'torch', 'transformers'}} & set(sys.modules)))"
     done = subprocess.run(

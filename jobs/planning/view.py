@@ -117,7 +117,10 @@ def _layouts(report: Report) -> Table:
     table.add_row("tokens/s", *(f"{plan.tokens_per_s:,.0f}" for plan in plans))
     table.add_row("step, s", *(f"{plan.step_s:.2f}" for plan in plans))
     table.add_row("limit", *(plan.bound for plan in plans))
-    table.add_row("into a node, GB/s", *(f"{plan.node_ingress / 1e9:.3f}" for plan in plans))
+    for name in ("teacher", "own"):
+        sizes = [getattr(plan, f"{name}_ingress") for plan in plans]
+        whose = "teacher's" if name == "teacher" else "student's"
+        table.add_row(f"{whose} into a node, GB/s", *(f"{size / 1e9:.3f}" for size in sizes))
     table.add_row("of its network", *(f"{plan.network_share:.1%}" for plan in plans))
     return table
 

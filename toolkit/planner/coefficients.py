@@ -53,6 +53,9 @@ class Coefficients:
     teacher_mfu_moe: float = _number(0.25, "estimate", "the same of a mixture of experts")
     rdma_efficiency: float = _number(0.85, "estimate", "share of a port's rate over RDMA")
     tcp_efficiency: float = _number(0.70, "estimate", "share of a port's rate over TCP")
+    own_traffic: float = _number(
+        1, "estimate", "share of the student's weights and gradients that travel between nodes"
+    )
     spare_teacher: float = _number(
         1.1, "estimate", "teacher rate over student rate to plan for; below 1.05 rings do not help"
     )

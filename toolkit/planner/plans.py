@@ -1,12 +1,13 @@
 """The three layouts of a job side by side: what each needs, how fast it is, and what limits it."""
 
 from dataclasses import dataclass, replace
-from math import ceil
-from typing import Literal, get_args
+from math import ceil, inf
+from typing import Literal, NamedTuple, get_args
 
+from toolkit.errors import InputError
 from toolkit.planner.job import Job, Recompute
 from toolkit.planner.memory import LAYOUTS, Layout, Memory, student_memory, teacher_memory
-from toolkit.planner.traffic import Ring, gather_bytes, rates, ring_slots, token_bytes
+from toolkit.planner.traffic import Ring, gather_bytes, own_bytes, rates, ring_slots, token_bytes
 
 Bound = Literal["student", "teacher", "network", "memory"]
 
@@ -32,7 +33,8 @@ class Plan:
         tokens_per_s: of the whole job, where it waits for nothing but its `bound`.
         step_s: seconds of an optimizer step.
         bound: what limits the rate; `memory` where it does not fit.
-        node_ingress: bytes that enter a node of the student in a second for the teacher's sake.
+        teacher_ingress: bytes that enter a node of students in a second for the teacher's sake.
+        own_ingress: the same for the student's: weights and gradients.
         network_share: of what the node's network can.
         reason: in words, where it does not fit.
     """
@@ -47,7 +49,8 @@ class Plan:
     tokens_per_s: float
     step_s: float
     bound: Bound
-    node_ingress: float
+    teacher_ingress: float
+    own_ingress: float
     network_share: float
     reason: str = ""
 
@@ -102,14 +105,14 @@ def plan_teachers(job: Job) -> Teachers:
 def make_plan(job: Job, layout: Layout) -> Plan:
     """Return one layout of a job."""
     memory, usable = student_memory(job, layout), job.gpu.usable_bytes(job.coefficients)
-    fits, reason = memory.peak <= usable, ""
-    if not fits:
+    is_enough, reason = memory.peak <= usable, ""
+    if not is_enough:
         reason = f"a student GPU lacks memory at the moment of {memory.moment}"
     if layout == "disaggregated":
-        tokens_per_s, bound, ingress = _disaggregated_rate(job)
+        pace = _disaggregated_pace(job)
         teachers = plan_teachers(job)
-        if fits and not teachers.replicas:
-            fits = False
+        if is_enough and not teachers.replicas:
+            is_enough = False
             reason = (
                 f"no replica of the teacher fits {job.replica_gpus or REPLICA_GPUS[-1]} GPUs"
                 if teachers.replica_gpus is None
@@ -118,21 +121,23 @@ def make_plan(job: Job, layout: Layout) -> Plan:
             )
     else:
         passes = 1 if layout == "colocated_full" else None
-        tokens_per_s, bound, ingress = _colocated_rate(job, passes)
-    step_tokens = job.tokens * job.replicas * job.micro_batches
+        pace = _colocated_pace(job, passes)
+    teacher_ingress, own_ingress = pace.teacher_bytes / pace.seconds, own_bytes(job) / pace.seconds
+    capacity = job.network.bytes_per_s(job.coefficients)
     return Plan(
         layout=layout,
         student_gpus=job.student_gpus,
         recompute=job.recompute,
         teacher_shards=None if layout == "disaggregated" else _teacher_shards(job),
         memory=memory,
-        fits=fits,
+        fits=is_enough,
         max_tokens=max_tokens(job, layout),
-        tokens_per_s=tokens_per_s,
-        step_s=step_tokens / tokens_per_s if tokens_per_s else float("inf"),
-        bound=bound if fits else "memory",
-        node_ingress=ingress,
-        network_share=ingress / job.network.bytes_per_s(job.coefficients),
+        tokens_per_s=job.tokens * job.replicas / pace.seconds,
+        step_s=pace.seconds * job.micro_batches,
+        bound=pace.bound if is_enough else "memory",
+        teacher_ingress=teacher_ingress,
+        own_ingress=own_ingress,
+        network_share=(teacher_ingress + own_ingress) / capacity,
         reason=reason,
     )
 
@@ -175,53 +180,62 @@ def _preference(plan: Plan) -> tuple[bool, float]:
 
 def max_tokens(job: Job, layout: Layout) -> int:
     """Return the largest micro-batch of a rank that fits, in steps of 1,024 tokens."""
-    usable = job.gpu.usable_bytes(job.coefficients)
-
-    def fits(steps: int) -> bool:
-        more = replace(job, tokens=steps * TOKEN_STEP)
-        return student_memory(more, layout).peak <= usable
-
     low, high = 0, MAX_TOKENS // TOKEN_STEP
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+        is_small = fits(replace(job, tokens=middle * TOKEN_STEP), layout)
+        low, high = (middle, high) if is_small else (low, middle - 1)
     return low * TOKEN_STEP
 
 
-def _disaggregated_rate(job: Job) -> tuple[float, Bound, float]:
-    """Return tokens/s, what limits it, and the bytes that enter a student node in a second."""
+def fits(job: Job, layout: Layout) -> bool:
+    """Return whether a GPU that trains the student has enough memory."""
+    try:
+        peak = student_memory(job, layout).peak
+    except InputError:  # the loss cannot keep to its budget
+        return False
+    return peak <= job.gpu.usable_bytes(job.coefficients)
+
+
+class _Pace(NamedTuple):
+    """A micro-batch of all ranks: its time, what sets it, what enters a node for the teacher."""
+
+    seconds: float
+    bound: Bound
+    teacher_bytes: float
+
+
+def _disaggregated_pace(job: Job) -> _Pace:
     both, teachers = rates(job), plan_teachers(job)
+    tokens = job.tokens * job.replicas
     of_teachers = teachers.replicas * (teachers.replica_gpus or 0) * both.teacher
     token = token_bytes(job.teacher, job.teacher_bytes).hidden * job.trained_share
-    on_node = min(job.node_gpus, job.student_gpus)
-    nodes = ceil(job.student_gpus / job.node_gpus)
-    of_network = nodes * job.network.bytes_per_s(job.coefficients) / token
-    limits: dict[Bound, float] = {
-        "student": job.student_gpus * both.student,
-        "teacher": of_teachers,
-        "network": of_network,
+    hidden = tokens * token * min(job.node_gpus, job.student_gpus) / job.student_gpus
+    capacity = job.network.bytes_per_s(job.coefficients)
+    times: dict[Bound, float] = {
+        "student": tokens / (job.student_gpus * both.student),
+        "teacher": tokens / of_teachers if of_teachers else inf,
+        "network": (own_bytes(job) + hidden) / capacity,
     }
-    bound = min(limits, key=limits.__getitem__)
-    return limits[bound], bound, limits[bound] * token * on_node / job.student_gpus
+    bound = max(times, key=times.__getitem__)
+    return _Pace(times[bound], bound, hidden)
 
 
-def _colocated_rate(job: Job, passes: int | None) -> tuple[float, Bound, float]:
-    """Return the same where every GPU runs the teacher, then the student.
+def _colocated_pace(job: Job, passes: int | None) -> _Pace:
+    """Every GPU runs the teacher, then the student; what travels, travels meanwhile.
 
-    A teacher that is sharded over nodes is gathered in each micro-batch, beside its computation.
+    A teacher that is sharded over nodes is gathered in each micro-batch.
     """
     both, nodes = rates(job, passes), ceil(job.student_gpus / job.node_gpus)
-    tokens = job.tokens / job.model_parallel
-    student_s, teacher_s = tokens / both.student, tokens / both.teacher
+    capacity, tokens = job.network.bytes_per_s(job.coefficients), job.tokens / job.model_parallel
     over_nodes = _teacher_shards(job) > job.node_gpus
     gathered = gather_bytes(job.teacher, nodes) if over_nodes else 0.0
-    gather_s = gathered / job.network.bytes_per_s(job.coefficients)
-    step_s = student_s + max(teacher_s, gather_s)
-    tokens_per_s = job.replicas * job.tokens / step_s
-    bound: Bound = "network" if gather_s > teacher_s else "student"
-    if bound == "student" and teacher_s > student_s:
-        bound = "teacher"
-    return tokens_per_s, bound, gathered / step_s
+    student_s, teacher_s = tokens / both.student, tokens / both.teacher
+    own_s, gather_s = own_bytes(job) / capacity, gathered / capacity
+    bound: Bound = "student" if student_s >= teacher_s else "teacher"
+    if max(own_s - student_s, gather_s - teacher_s) > 0:
+        bound = "network"
+    return _Pace(max(student_s, own_s) + max(teacher_s, gather_s), bound, gathered)
 
 
 def _teacher_shards(job: Job) -> int:

@@ -127,6 +127,21 @@ def gather_bytes(model: ModelShape, nodes: int) -> float:
     return HALF * count(model).total * (nodes - 1) / nodes
 
 
+def own_bytes(job: Job) -> float:
+    """Return what enters a student's node in a micro-batch for the student's own sake.
+
+    With ZeRO-3 and FSDP2 weights are gathered for forward and for backward and gradients are
+    scattered, in every micro-batch; else gradients are summed over the ranks once a step.
+    """
+    nodes = ceil(job.student_gpus / job.node_gpus)
+    if job.sharding in ("zero3", "fsdp2"):
+        per_parameter = 2.0 * job.student_bytes + job.gradient_bytes
+    else:
+        per_parameter = 2 * job.gradient_bytes / job.micro_batches
+    share = job.coefficients.own_traffic * (nodes - 1) / nodes
+    return per_parameter * count(job.student).total * share
+
+
 def break_even_tokens(teacher: ModelShape, nodes: int, node_gpus: int) -> float:
     """Return for how many tokens of a micro-batch per GPU hidden states are as much traffic as a
     sharded teacher gathered once: below it hidden states are less."""

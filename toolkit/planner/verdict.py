@@ -7,8 +7,8 @@ from typing import NamedTuple, get_args
 from toolkit.planner.activations import HALF
 from toolkit.planner.facts import bundled
 from toolkit.planner.job import Job, Recompute
-from toolkit.planner.memory import Layout, student_memory
-from toolkit.planner.plans import Plan, max_tokens, plan_teachers, smallest_replica
+from toolkit.planner.memory import Layout
+from toolkit.planner.plans import Plan, fits, max_tokens, plan_teachers, smallest_replica
 from toolkit.planner.traffic import rates
 
 NAMES: dict[Layout, str] = {
@@ -44,15 +44,10 @@ def best_split(job: Job, gpus: int, *, choose: bool = False) -> Split | None:
     best = None
     for teacher_gpus in range(replica, gpus, replica) if replica else ():
         student_gpus = (gpus - teacher_gpus) // job.node_gpus * job.node_gpus
-        split = Split(
-            min(student_gpus * both.student, teacher_gpus * both.teacher),
-            student_gpus,
-            teacher_gpus,
-        )
-        if (best is None or split.tokens_per_s > best.tokens_per_s) and _fits(
-            job, "disaggregated", student_gpus
-        ):
-            best = split
+        rate = min(student_gpus * both.student, teacher_gpus * both.teacher)
+        is_better = best is None or rate > best.tokens_per_s
+        if is_better and _fits_on(job, "disaggregated", student_gpus):
+            best = Split(rate, student_gpus, teacher_gpus)
     return best
 
 
@@ -96,7 +91,11 @@ def _limit(job: Job, plan: Plan) -> str:
                 f" {needed} would keep it busy"
             )
         case "network":
-            return f"the network {job.network} carries no more hidden states"
+            own = plan.own_ingress / (plan.own_ingress + plan.teacher_ingress)
+            return (
+                f"the network {job.network} is full, {own:.1%} of it with the student's own"
+                " weights and gradients"
+            )
         case _:
             return "the student's GPUs are the limit, the teacher's have time to spare"
 
@@ -111,12 +110,11 @@ def remedies(job: Job, layout: Layout) -> Iterator[str]:
     if largest:
         yield f"micro-batches of at most {largest:,} tokens"
     for recompute in ("selective", "full"):
-        if _fits(replace(job, recompute=recompute), layout):
+        if fits(replace(job, recompute=recompute), layout):
             yield f"recompute = {recompute}"
             break
     for nodes in range(-(-job.student_gpus // job.node_gpus) + 1, _MAX_NODES + 1):
-        gpus = nodes * job.node_gpus
-        if gpus % (job.model_parallel * job.expert_parallel) == 0 and _fits(job, layout, gpus):
+        if _fits_on(job, layout, nodes * job.node_gpus):
             yield f"{nodes} nodes of students"
             break
     for parallel in (2, 4, 8):
@@ -124,19 +122,17 @@ def remedies(job: Job, layout: Layout) -> Iterator[str]:
         divides = job.student_gpus % (job.model_parallel * parallel) == 0
         if wider > job.node_gpus or not divides:
             break
-        if _fits(replace(job, tensor_parallel=wider), layout):
+        if fits(replace(job, tensor_parallel=wider), layout):
             yield f"tensor parallel over {wider} GPUs"
             break
-    if layout == "colocated_full" and _fits(job, "colocated_fused"):
+    if layout == "colocated_full" and fits(job, "colocated_fused"):
         yield "the fused loss"
 
 
-def _fits(job: Job, layout: Layout, student_gpus: int | None = None) -> bool:
-    if student_gpus == 0:
+def _fits_on(job: Job, layout: Layout, student_gpus: int) -> bool:
+    if not student_gpus or student_gpus % (job.model_parallel * job.expert_parallel):
         return False
-    if student_gpus is not None:
-        job = replace(job, student_gpus=student_gpus)
-    return student_memory(job, layout).peak <= job.gpu.usable_bytes(job.coefficients)
+    return fits(replace(job, student_gpus=student_gpus), layout)
 
 
 class Finding(NamedTuple):

@@ -10,8 +10,9 @@ from toolkit.planner.facts import read_model
 from toolkit.planner.hardware import GPUS, Network
 from toolkit.planner.job import Job
 
-TORCH_WINDOWS = Coefficients(window_bytes=14)
-"""Windows of torch operations: three buffers in float32 and one in bfloat16."""
+TORCH_WINDOWS = Coefficients(window_bytes=14, own_traffic=0)
+"""Of the tables: windows of torch operations, three buffers in float32 and one in bfloat16; the
+student's own traffic is not counted."""
 
 
 def make_job(teacher: str = "Qwen3.5-35B-A3B", student: str = "Qwen3.5-9B", **changes: Any) -> Job:

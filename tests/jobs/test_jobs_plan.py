@@ -1,0 +1,138 @@
+"""The commands `plan` and `calibrate`, and what `run` and `submit` say of the plan."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+from command_line import TINY, CommandLine
+
+from toolkit.planner.facts import bundled
+from toolkit.planner.memory import LAYOUTS
+
+HEADLINE = ("--teacher", "Qwen3.5-35B-A3B", "--student", "Qwen3.5-9B")
+
+
+def plan_json(disaggkd: CommandLine, *arguments: str) -> dict[str, object]:
+    found: dict[str, object] = json.loads(disaggkd("plan", *arguments, "--json"))
+    return found
+
+
+def test_layouts_are_compared(disaggkd: CommandLine) -> None:
+    output = disaggkd("plan", *HEADLINE, "--nodes-student", "7")
+    assert "Qwen3.5-35B-A3B teaches Qwen3.5-9B: 56 + 8 x h100-80" in " ".join(output.split())
+    assert "Colocated with the fused loss is the better plan" in " ".join(output.split())
+    found = json.loads(disaggkd("plan", *HEADLINE, "--nodes-student", "7", "--json"))
+    for layout in LAYOUTS:
+        plan = found[layout]
+        assert plan["peak_gib"] == pytest.approx(
+            sum(plan["static_gib"].values()) + plan["moments_gib"][plan["moment"]]
+        )
+        assert {"fits", "max_tokens", "tokens_per_s", "bound"} <= plan.keys()
+    assert found["teachers"]["replica_gpus"] == 1
+    assert found["verdict"].startswith("Colocated")
+
+
+@pytest.mark.alone
+def test_plan_takes_less_than_a_second_and_no_torch() -> None:
+    code = (
+        "import sys; from jobs.cli import app; sys.argv = ['disaggkd', 'plan', *sys.argv[1:]]\n"
+        "try: app()\n"
+        "finally: print({'torch', 'transformers'} & set(sys.modules), file=sys.stderr)"
+    )
+    took = []
+    for _ in range(3):  # others on the machine only ever add to it
+        start = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-c", code, *HEADLINE], capture_output=True, text=True, timeout=60
+        )
+        took.append(time.monotonic() - start)
+        assert done.returncode == 0 and done.stderr.strip() == "set()", done.stderr
+    assert min(took) < 1.0
+
+
+def test_models_are_read_from_files(disaggkd: CommandLine, tmp_path: Path) -> None:
+    for name, model in (("teacher", "Qwen3-8B"), ("student", "Qwen3-0.6B")):
+        (tmp_path / name).mkdir()
+        config = json.dumps(bundled()[model]["config"])
+        (tmp_path / name / "config.json").write_text(config)
+    of_files = plan_json(
+        disaggkd, "--teacher", str(tmp_path / "teacher"), "--student", str(tmp_path / "student")
+    )
+    of_names = plan_json(disaggkd, "--teacher", "Qwen3-8B", "--student", "Qwen3-0.6B")
+    assert of_files["disaggregated"] == of_names["disaggregated"]
+
+
+def test_sweep_and_picture(disaggkd: CommandLine, tmp_path: Path) -> None:
+    output = disaggkd("plan", *HEADLINE, "--sweep", "nodes=1..2")
+    assert "does not fit: 77.9" in output.replace("\n", " ") and "8 + 2" in output
+    picture = tmp_path / "plan.svg"
+    disaggkd("plan", *HEADLINE, "--svg", str(picture))
+    assert "<svg" in picture.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "give a configuration, or --teacher and --student"),
+        (("--teacher", "Qwen9", "--student", "Qwen3-8B"), "'Qwen9' is neither a model folder"),
+        ((*HEADLINE, "--gpu", "tpu"), "there is no GPU 'tpu'"),
+        ((*HEADLINE, "--network", "fast"), "network = 'fast' is not of the form"),
+        ((*HEADLINE, "--sweep", "nodes=0..3"), "sweep = 'nodes=0..3' is not of the form"),
+        ((*HEADLINE, "--coefficient", "mfu=1"), "there is no coefficient 'mfu'"),
+        ((*HEADLINE, "--loss-budget-mib", "2"), "memory_budget_mib = 2 is too small"),
+    ],
+)
+def test_wrong_questions_are_refused(
+    disaggkd: CommandLine, arguments: tuple[str, ...], message: str
+) -> None:
+    assert message in " ".join(disaggkd("plan", *arguments, expect=2).split())
+
+
+@pytest.mark.alone
+def test_plan_beside_its_run(disaggkd: CommandLine, tmp_path: Path) -> None:
+    """Memory and step time are foreseen to 10 %, bytes on the wire exactly."""
+    output = disaggkd.run("run", "data.eval_rows=0", steps=20)
+    assert re.search(r"planned: a student rank takes \S+ of \S+ GiB \(cpu\)", output)
+    run = disaggkd.folder / "run"
+    found = json.loads(disaggkd("plan", "--check", run, "--json"))
+    token = found["hidden states a token"]
+    assert token["planned"] == token["measured"]
+    for name in ("memory of a student rank", "step, from the run's rates"):
+        assert found[name]["planned"] == pytest.approx(found[name]["measured"], rel=0.1), name
+    file = tmp_path / "coefficients.toml"
+    disaggkd("calibrate", run, "-o", file)
+    assert "student_mfu" in tomllib.loads(file.read_text())
+    found = json.loads(disaggkd("plan", "--check", run, "--coefficients", file, "--json"))
+    rate = found["tokens/s"]
+    assert rate["planned"] == pytest.approx(rate["measured"], rel=0.1)
+    assert "planned / measured" in disaggkd("plan", "--check", run)
+
+
+def test_configuration_is_planned(disaggkd: CommandLine) -> None:
+    found = json.loads(disaggkd("plan", TINY, "--set", "student.replicas=2", "--json"))
+    assert found["disaggregated"]["student_gpus"] == 2
+    assert found["disaggregated"]["recompute"] == "none"
+
+
+def test_job_that_cannot_fit_is_not_queued(disaggkd: CommandLine, tmp_path: Path) -> None:
+    settings = ["run.device=cuda", "cluster.gpu=l40s-48", "transport.interface=lo"]
+    for role, model in (("teacher", "Qwen3-30B-A3B"), ("student", "Qwen3-8B")):
+        (tmp_path / role).mkdir()
+        config = json.dumps(bundled()[model]["config"])
+        (tmp_path / role / "config.json").write_text(config)
+    text = TINY.read_text()
+    text = re.sub(r"\n\[(teacher|student)\.config\][^\[]*", "\n", text)
+    text = text.replace("[teacher]", f'[teacher]\npath = "{tmp_path}/teacher"')
+    text = text.replace("[student]", f'[student]\npath = "{tmp_path}/student"')
+    file = tmp_path / "large.toml"
+    file.write_text(text)
+    arguments = [word for setting in settings for word in ("--set", setting)]
+    output = " ".join(disaggkd("submit", file, *arguments, expect=2).split())
+    assert re.search(r"a student rank takes \d+ of 39.8 GiB \(l40s-48\)", output)
+    assert "--force queues it all the same" in output
+    assert not (disaggkd.folder / "run").exists()

@@ -1,0 +1,150 @@
+"""What the planner is given by its user: coefficients, hardware, sizes, configurations of runs."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from planner_cases import make_job
+
+from toolkit.config_file import load_config
+from toolkit.errors import InputError
+from toolkit.planner.coefficients import Coefficients, documented, read_coefficients
+from toolkit.planner.hardware import GIB, Gpu, Network, find_gpu, parse_network
+from toolkit.planner.job import Job
+from toolkit.planner.measured import calibrated, compare, measure, merged
+from toolkit.planner.memory import student_memory
+from toolkit.planner.run import job_of_run, layout_of
+
+EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "tiny.toml"
+
+
+def test_coefficients_are_read_and_overridden(tmp_path: Path) -> None:
+    file = tmp_path / "coefficients.toml"
+    file.write_text("student_mfu = 0.5\nnccl_gib = 2\n")
+    read = read_coefficients(file, ["nccl_gib=3"])
+    assert read == replace(Coefficients(), student_mfu=0.5, nccl_gib=3.0)
+    assert {item.tag for item in documented()} == {"measured", "estimate"}
+
+
+@pytest.mark.parametrize(
+    ("text", "override", "message"),
+    [
+        ("", "mfu=1", "there is no coefficient 'mfu'"),
+        ("", "student_mfu=fast", "student_mfu = 'fast' must be a number"),
+        ("", "student_mfu", "student_mfu = '' must be a number"),
+        ("student_mfu = -1", "nccl_gib=1", "student_mfu = -1 must be a number of 0 or more"),
+        ("student_mfu =", "nccl_gib=1", "is not TOML"),
+    ],
+)
+def test_wrong_coefficients_are_refused(
+    tmp_path: Path, text: str, override: str, message: str
+) -> None:
+    file = tmp_path / "coefficients.toml"
+    file.write_text(text)
+    with pytest.raises(InputError, match=message):
+        read_coefficients(file, [override])
+
+
+def test_missing_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot read the coefficients"):
+        read_coefficients(tmp_path / "none", [])
+    with pytest.raises(InputError, match="cannot read the hardware table"):
+        find_gpu("h100-80", tmp_path / "none")
+
+
+def test_users_describe_their_own_gpus(tmp_path: Path) -> None:
+    table = tmp_path / "hardware.toml"
+    table.write_text("[gpu.mi300x]\nmemory_gib = 191\npeak_tflops = 1307\nnvlink_gbs = 448\n")
+    assert find_gpu("mi300x", table) == Gpu("mi300x", 191, 1307, 448)
+    assert find_gpu("h100-80", table).usable_bytes(Coefficients()) / GIB == pytest.approx(
+        73.0, abs=0.05
+    )
+    with pytest.raises(InputError, match=r"no GPU 'tpu': choose one of .*\[gpu.tpu\]"):
+        find_gpu("tpu", table)
+    table.write_text("[gpu.mi300x]\nmemory_gib = 191\n")
+    with pytest.raises(InputError, match=r"\[gpu.mi300x\] needs the numbers memory_gib, nv"):
+        find_gpu("mi300x", table)
+
+
+@pytest.mark.parametrize("text", ["8x400", "1x100tcp", "2x12.5"])
+def test_networks_are_read_as_they_are_written(text: str) -> None:
+    assert str(parse_network(text)) == text
+
+
+@pytest.mark.parametrize("text", ["400", "8x", "0x400", "8x0", "8x400udp", ""])
+def test_wrong_networks_are_refused(text: str) -> None:
+    with pytest.raises(InputError, match="is not of the form 8x400"):
+        parse_network(text)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tokens": 0}, "tokens = 0 must be at least 1"),
+        ({"sharding": "zero4"}, "sharding = 'zero4': choose one of ddp"),
+        ({"tensor_parallel": 3}, "student_gpus = 8 is no multiple of 3"),
+        ({"expert_parallel": 3}, "expert_parallel = 3 does not divide the 8"),
+        ({"trained_share": 1.5}, r"trained_share = 1.5 must lie in \(0, 1\]"),
+        ({"student_bytes": 3}, "student_bytes = 3 must be 2 or 4"),
+    ],
+)
+def test_sizes_that_do_not_go_together_are_refused(changes: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        make_job(**changes)
+
+
+def run_job(*overrides: str, gpu: Gpu | None = None) -> Job:
+    config = load_config(EXAMPLE, overrides)
+    return job_of_run(config, gpu, Network(8, 400), Coefficients())
+
+
+def test_run_is_planned_as_the_trainer_works() -> None:
+    job = run_job("optim.accumulation=1")
+    assert (job.sharding, job.student_bytes, job.teacher_bytes) == ("ddp", 4, 4)
+    assert not job.keeps_gradients and run_job().keeps_gradients
+    assert job.trained_share == pytest.approx(63 / 64)
+    assert layout_of(load_config(EXAMPLE)) == "disaggregated"
+    memory = student_memory(job, "disaggregated")
+    assert memory.static["optimizer"] == 2 * memory.static["weights"]
+    gpu = student_memory(replace(job, gpu=find_gpu("h100-80")), "disaggregated")
+    slot = 4 * 64 * 96 * 4
+    assert gpu.static["hidden states"] == slot
+    assert memory.static["hidden states"] > 6 * slot
+
+
+def student_records(steps: int, step_s: float, wait_s: float) -> list[dict[str, Any]]:
+    record = {"step_tokens": 504, "num_bytes": 504 * 384, "peak_bytes": 5e8}
+    return [record | {"step_s": step_s, "wait_s": wait_s} for _ in range(steps)]
+
+
+def teacher_records(count: int, compute_s: float) -> list[dict[str, Any]]:
+    return [{"compute_s": compute_s, "write_s": 0.0} for _ in range(count)]
+
+
+def test_a_run_that_waits_for_its_teacher_is_recognized() -> None:
+    job = run_job()  # two micro-batches a step
+    measured = measure([student_records(10, 0.4, 0.2)], teacher_records(20, 0.2), job)
+    assert measured.waiting_share == pytest.approx(0.5)
+    found = {item.name: item for item in compare(job, "disaggregated", measured)}
+    step = found["step, from the run's rates"]
+    assert (step.planned, step.measured) == (pytest.approx(0.4), pytest.approx(0.4))
+    token = found["hidden states a token"]
+    assert (token.planned, token.measured) == (384, 384)
+
+
+def test_calibrated_plan_repeats_the_run() -> None:
+    job = run_job()
+    measured = measure([student_records(10, 0.5, 0.0)], teacher_records(20, 0.1), job)
+    values = calibrated(job, "disaggregated", measured)
+    again = replace(job, coefficients=replace(Coefficients(), optimizer_bytes=0, **values))
+    found = {item.name: item for item in compare(again, "disaggregated", measured)}
+    assert found["tokens/s"].planned == pytest.approx(found["tokens/s"].measured, rel=0.02)
+    memory = found["memory of a student rank"]
+    assert memory.planned == pytest.approx(memory.measured)
+    assert merged([{"a": 1.0}, {"a": 3.0, "b": 5.0}, {"a": 2.0}]) == {"a": 2.0, "b": 5.0}
+
+
+def test_too_short_a_run_says_nothing() -> None:
+    with pytest.raises(InputError, match="fewer than 4 steps"):
+        measure([student_records(3, 0.5, 0.0)], [], run_job())
