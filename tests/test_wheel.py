@@ -47,7 +47,7 @@ def test_wheel_holds_the_tree_and_nothing_else(wheel: Path) -> None:
         str(path.relative_to(ROOT))
         for package in PACKAGES
         for path in (ROOT / package).rglob("*")
-        if path.suffix in (".py", ".c", ".h", ".cpp", ".cu", ".typed")
+        if path.suffix in (".py", ".c", ".h", ".cpp", ".cu", ".json", ".typed")
     }
     libraries = {f"transport/libdisaggkd_{name}.so" for name in ("ucx", "memory")}
     assert found == sources | libraries | {"toolkit/libdisaggkd_rows.so"}

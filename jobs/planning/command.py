@@ -96,9 +96,12 @@ def plan(
     if config is not None:
         settings = load_config(config, overrides or [])
         job = report.job_of_config(settings, gpu, network, hardware, numbers)
+        sections = settings.student, settings.teacher
+        folders = [section.tokenizer or section.path for section in sections]
     elif teacher is None or student is None:
         raise InputError("give a configuration, or --teacher and --student")
     else:
+        folders = [student, teacher]
         job = Job(
             student=read_model(student),
             teacher=read_model(teacher),
@@ -124,11 +127,12 @@ def plan(
             trained_share=trained_share,
             coefficients=numbers,
         )
+    tokenizers = [Path(folder) for folder in folders if folder is not None]
     if sweep is not None:
         rows = report.sweep(job, report.sweep_range(sweep), choose=is_auto)
         _show(view.sweep_view(rows), svg)
         return
-    found = report.make_report(job, choose=is_auto)
+    found = report.make_report(job, choose=is_auto, tokenizers=tokenizers)
     if as_json:
         print(report.as_json(found))
     else:

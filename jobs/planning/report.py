@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -82,8 +83,14 @@ class Report:
     split: Split | None
 
 
-def make_report(job: Job, *, choose: bool) -> Report:
-    """Plan a job and judge the plans."""
+def make_report(job: Job, *, choose: bool, tokenizers: Sequence[Path] = ()) -> Report:
+    """Plan a job and judge the plans.
+
+    Args:
+        job: what is asked.
+        choose: take for each layout the fastest way that fits.
+        tokenizers: folders of the student's and the teacher's, where they are known.
+    """
     plans = make_plans(job, choose=choose)
     gpus = job.student_gpus + job.teacher_gpus
     return Report(
@@ -95,11 +102,26 @@ def make_report(job: Job, *, choose: bool) -> Report:
             for layout, plan in plans.items()
             if not plan.fits
         },
-        findings=list(compatibility(job)),
+        findings=[*compatibility(job), *_tokenizers(tokenizers)],
         verdict=verdict(job, plans),
         ring_bytes=ring_geometry(job).total_bytes,
         split=best_split(job, gpus, choose=choose),
     )
+
+
+def _tokenizers(folders: Sequence[Path]) -> Iterator[Finding]:
+    """Yield whether the tokenizers of two folders are one."""
+    if len(folders) < 2 or not all((folder / "tokenizer.json").is_file() for folder in folders):
+        return
+    from toolkit.data.tokenizer import tokenizer_digest
+
+    if len({tokenizer_digest(folder) for folder in folders}) > 1:
+        yield Finding(
+            True,
+            f"the tokenizers of {folders[0]} and {folders[1]} differ: use models that share one",
+        )
+    else:
+        yield Finding(False, "the tokenizers have the same tokens")
 
 
 def as_json(report: Report) -> str:

@@ -18,6 +18,7 @@ from toolkit.planner.shapes import (
     Mixer,
     Mlp,
     ModelShape,
+    MoeMlp,
     SoftmaxAttention,
 )
 
@@ -103,3 +104,37 @@ def _of_mlp(
     shared = float(gated * mlp.shared_width + (e * h if mlp.shared_width else 0))
     routed = expert_imbalance * mlp.active * (e * h + gated * mlp.width + e * h)
     return router, shared, routed
+
+
+def forward_bytes(
+    model: ModelShape, ranks: int, expert_imbalance: float, item_bytes: int = HALF
+) -> float:
+    """Return the peak of a forward pass alone, per token: three buffers of h, and a layer's moment.
+
+    Nothing is kept across layers, and keys and values of a layer go with it. `ranks` share a layer.
+    """
+    h, e = model.hidden_size, item_bytes
+    widest = max(
+        max(_widest_of_mixer(layer.mixer, e), _widest_of_mlp(layer.mlp, h, expert_imbalance, e))
+        for layer in model.layers
+    )
+    return 3 * e * h + widest / ranks
+
+
+def _widest_of_mixer(mixer: Mixer, e: int) -> float:
+    match mixer:
+        case SoftmaxAttention():
+            q, kv = mixer.heads * mixer.head_dim, mixer.kv_heads * mixer.head_dim
+            projected = (2 if mixer.has_gate else 1) * q
+            return float(e * (2 * projected + 4 * kv + q))
+        case LatentAttention():
+            return float(e * mixer.heads * (4 * mixer.key_dim + 2 * mixer.value_dim))
+        case GatedDelta():
+            return float(e * 3 * (mixer.conv_width + mixer.value_width))
+
+
+def _widest_of_mlp(mlp: Mlp, h: int, expert_imbalance: float, e: int) -> float:
+    if isinstance(mlp, MoeMlp):
+        routed = mlp.active * (2 * e * h + 3 * e * mlp.width)
+        return expert_imbalance * routed + 8.0 * mlp.experts
+    return float(3 * e * mlp.width)

@@ -61,6 +61,7 @@ class Job:
         vocab_shards: ranks that share the vocabulary of the fused loss.
         device_slots: micro-batches of hidden states on a student's GPU.
         host_slots: the same in its node's memory: the slots of a ring.
+        spare_slots: of these, how many are kept for orders of lost teachers.
         teacher_slots: the same on a teacher.
         replica_gpus: GPUs of a replica of the teacher; the fewest that hold it if None.
         teacher_shards: GPUs among which a colocated teacher is sharded; all if None.
@@ -98,6 +99,7 @@ class Job:
     vocab_shards: int = 1
     device_slots: int = 2
     host_slots: int = 8
+    spare_slots: int = 0
     teacher_slots: int = 4
     replica_gpus: int | None = None
     teacher_shards: int | None = None

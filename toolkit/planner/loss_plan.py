@@ -72,10 +72,12 @@ def transient_bytes(plan: Plan, sizes: Sizes) -> int:
     steps = [sizes.workspace_bytes]
     if item < sum_item:  # products are made in the narrow type, widened and added
         sums_weight = not sizes.own_weight_grad or rows < sizes.num_rows
-        summed = columns * sums_weight if plan.strategy == "windows" else max(rows, columns)
+        summed = max(columns * sums_weight, 0 if plan.strategy == "windows" else rows)
         steps.append(summed * hidden * (item + sum_item))
         if sizes.own_weight_grad and rows < sizes.num_rows:
-            num_bytes += sizes.vocab_size * hidden * sum_item
+            # The sum for the head is there until the end, its gradient from the end on.
+            weight = sizes.vocab_size * hidden
+            return max(num_bytes + max(steps) + weight * (sum_item - item), weight * sum_item)
     return num_bytes + max(steps)
 
 

@@ -14,9 +14,9 @@ from toolkit.planner.shapes import MoeMlp
 from toolkit.planner.traffic import (
     forward_flops,
     head_passes,
+    share_of_waiting,
     student_flops,
     token_bytes,
-    waiting_share,
 )
 
 Record = dict[str, Any]
@@ -123,11 +123,13 @@ def compare(job: Job, layout: Layout, measured: Measured) -> list[Comparison]:
 
 def predicted_waiting(job: Job, measured: Measured) -> tuple[float, float]:
     """Return share of waiting and seconds of a step, from what both sides take by themselves."""
-    student_s = measured.busy_s / job.micro_batches
-    kappa = job.teacher_gpus / job.replicas * student_s / measured.teacher_s
-    variance = measured.busy_variation**2 + kappa * measured.teacher_variation**2
-    slots = max(job.host_slots - 1, 1)
-    share = waiting_share(kappa, variance, slots) if variance else max(0.0, 1 - kappa)
+    share = share_of_waiting(
+        job.teacher_gpus / job.replicas,
+        measured.teacher_s,
+        measured.busy_s / job.micro_batches,
+        job.host_slots - job.spare_slots,
+        (measured.busy_variation, measured.teacher_variation),
+    )
     return share, measured.busy_s / (1 - share)
 
 

@@ -12,19 +12,10 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Literal
 
-from toolkit.planner.activations import HALF, WIDE, saved_by_layer
+from toolkit.planner.activations import HALF, WIDE, forward_bytes, saved_by_layer
 from toolkit.planner.job import Job, Sharding
 from toolkit.planner.loss_plan import Plan, Sizes, make_plan, transient_bytes
 from toolkit.planner.parameters import LayerCounts, count, count_layer
-from toolkit.planner.shapes import (
-    GatedDelta,
-    LatentAttention,
-    Layer,
-    Mixer,
-    ModelShape,
-    MoeMlp,
-    SoftmaxAttention,
-)
 from transport.layout import RingGeometry
 
 Layout = Literal["colocated_full", "colocated_fused", "disaggregated"]
@@ -232,40 +223,8 @@ def teacher_memory(job: Job, gpus: int) -> Memory:
         "staging": float(job.teacher_bytes * job.teacher_slots * hidden),
     }
     gathered = 3 * job.teacher_bytes * hidden if gpus > 1 else 0
-    return Memory(static, {"forward": forward_bytes(teacher, job.tokens, gpus, job) + gathered})
-
-
-def forward_bytes(model: ModelShape, tokens: float, ranks: int, job: Job) -> float:
-    """Return the peak of a forward pass alone: three buffers of h, and a layer's widest moment.
-
-    Nothing is kept across layers, and keys and values of a layer go with it.
-    """
-    imbalance = job.coefficients.expert_imbalance
-    widest = max(_widest_moment(layer, model.hidden_size, imbalance) for layer in model.layers)
-    item = job.teacher_bytes
-    return tokens * (3 * item * model.hidden_size + widest * item / HALF / ranks)
-
-
-def _widest_moment(layer: Layer, h: int, expert_imbalance: float) -> float:
-    """Return the bytes of a token in bfloat16."""
-    mlp = layer.mlp
-    if isinstance(mlp, MoeMlp):
-        of_mlp = expert_imbalance * mlp.active * (4 * h + 6 * mlp.width) + 8 * mlp.experts
-    else:
-        of_mlp = 6.0 * mlp.width
-    return max(_widest_of_mixer(layer.mixer), of_mlp)
-
-
-def _widest_of_mixer(mixer: Mixer) -> float:
-    match mixer:
-        case SoftmaxAttention():
-            q = (2 if mixer.has_gate else 1) * mixer.heads * mixer.head_dim
-            kv = mixer.kv_heads * mixer.head_dim
-            return float(HALF * (2 * q + 4 * kv + mixer.heads * mixer.head_dim))
-        case LatentAttention():
-            return float(HALF * mixer.heads * (4 * mixer.key_dim + 2 * mixer.value_dim))
-        case GatedDelta():
-            return float(HALF * 3 * (mixer.conv_width + mixer.value_width))
+    forward = job.tokens * _forward_bytes(job, gpus)
+    return Memory(static, {"forward": forward + gathered})
 
 
 def _largest_layer(job: Job) -> float:
@@ -297,12 +256,17 @@ def _teacher_static(job: Job, layout: Layout) -> dict[str, float]:
 def _teacher_moment(job: Job, layout: Layout) -> float:
     """Return the forward of a colocated teacher, layer by layer gathered, before the student's."""
     teacher, counts = job.teacher, count(job.teacher)
-    needed = forward_bytes(teacher, job.rank_tokens, 1, job)
+    needed = job.rank_tokens * _forward_bytes(job, 1)
     if _teacher_shards(job) > 1:
         needed += job.teacher_bytes * (1 + job.prefetch) * counts.largest_layer
     if layout == "colocated_full":
         needed += job.teacher_bytes * (job.rank_tokens * teacher.vocab_size + counts.head_matrix)
     return needed
+
+
+def _forward_bytes(job: Job, ranks: int) -> float:
+    """Return what a token of the teacher's forward pass takes."""
+    return forward_bytes(job.teacher, ranks, job.coefficients.expert_imbalance, job.teacher_bytes)
 
 
 def _teacher_shards(job: Job) -> int:

@@ -56,6 +56,7 @@ def job_of_run(
         window_rows=config.loss.window_rows,
         shard_columns=config.loss.shard_columns,
         host_slots=config.ring.slots + config.ring.spare_slots,
+        spare_slots=config.ring.spare_slots,
         device_slots=1,
         replica_gpus=1,
         teacher_shards=1,

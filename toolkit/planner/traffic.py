@@ -6,7 +6,7 @@ a matrix counts 2 operations per number of it. `docs/traffic-model.md` derives t
 """
 
 from dataclasses import dataclass
-from math import ceil, expm1, inf, log
+from math import ceil, expm1, inf, log, sqrt
 
 from toolkit.planner.activations import HALF
 from toolkit.planner.job import Job, Recompute
@@ -18,6 +18,7 @@ TOP_K = 64
 """Of a method that sends the largest logits: 2 bytes of logit and 4 of index each."""
 
 _DELTA_CHUNK = 64
+_LEAST_VARIANCE, _LARGEST_EXPONENT = 1e-12, 700.0
 _FORWARDS = {"none": 3.0, "selective": 3.5, "full": 4.0}
 """Work of a training step in forward passes: one, two backward, and what is computed again."""
 
@@ -153,7 +154,7 @@ class Ring:
     """How many slots a ring needs.
 
     Attributes:
-        in_flight: orders that are under way all the time (Little's law).
+        in_flight: orders that are under way all the time.
         jitter: further ones against uneven times; None where the teacher is too slow for any
             number to help.
         kappa: teacher rate over student rate.
@@ -169,20 +170,57 @@ class Ring:
         return None if self.jitter is None else self.in_flight + self.jitter + 1
 
 
-def ring_slots(job: Job, replicas: float, teacher_s: float, student_s: float) -> Ring:
-    """Return the slots for a job in which each of some replicas takes teacher_s a micro-batch.
+def ring_slots(job: Job, teachers: float, teacher_s: float, student_s: float) -> Ring:
+    """Return the slots for a job in which a teacher takes teacher_s a micro-batch.
 
     Args:
         job: its coefficients hold variations and the share of waiting.
-        replicas: of the teacher, for each student rank.
+        teachers: replicas, for each student rank.
         teacher_s: seconds of a replica for a micro-batch, the way to the student included.
         student_s: seconds of the student for one.
     """
     coefficients = job.coefficients
-    kappa = replicas * student_s / teacher_s
+    kappa = teachers * student_s / teacher_s
     variance = coefficients.student_variation**2 + kappa * coefficients.teacher_variation**2
     jitter = jitter_slots(kappa, variance, coefficients.waiting_share)
-    return Ring(ceil(teacher_s / student_s), ceil(jitter) if jitter < inf else None, kappa)
+    in_flight = open_orders(teachers, teacher_s, student_s, coefficients.teacher_variation)
+    return Ring(ceil(in_flight), ceil(jitter) if jitter < inf else None, kappa)
+
+
+def open_orders(
+    teachers: float, teacher_s: float, student_s: float, teacher_variation: float
+) -> float:
+    """Return how many orders are under way all the time: Little's law.
+
+    Answers are taken in the order in which they were asked for, so each waits for the slowest of
+    those that several teachers compute at once: on average up to sqrt(2 ln N) standard deviations
+    above the mean (of N normal numbers).
+    """
+    slowest = 1 + teacher_variation * sqrt(2 * log(max(teachers, 1.0)))
+    return teacher_s / student_s * slowest
+
+
+def share_of_waiting(
+    teachers: float,
+    teacher_s: float,
+    student_s: float,
+    slots: int,
+    variations: tuple[float, float],
+) -> float:
+    """Return the share of its time that a student waits.
+
+    Args:
+        teachers: for each student rank.
+        teacher_s: mean seconds of a teacher for a micro-batch.
+        student_s: mean seconds of the student for one.
+        slots: orders that may be open at a time, with the one that the student works on.
+        variations: standard deviation over mean, of the student's and the teachers' times.
+    """
+    kappa = teachers * student_s / teacher_s
+    variance = variations[0] ** 2 + kappa * variations[1] ** 2
+    in_flight = open_orders(teachers, teacher_s, student_s, variations[1])
+    of_jitter = waiting_share(kappa, variance, max(slots - 1 - in_flight, 1.0))
+    return max(of_jitter, 1 - (slots - 1) / in_flight)
 
 
 def jitter_slots(kappa: float, variance: float, waiting_share: float) -> float:
@@ -213,4 +251,5 @@ def waiting_share(kappa: float, variance: float, slots: float) -> float:
     mu = kappa - 1
     if abs(mu) < 1e-9:
         return variance / (2 * slots)
-    return mu / expm1(2 * mu * slots / variance)
+    exponent = 2 * mu * slots / max(variance, _LEAST_VARIANCE)
+    return mu / expm1(min(exponent, _LARGEST_EXPONENT))
