@@ -7,11 +7,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from toolkit.errors import InputError
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _SVG_WIDTH = 120
 _AUTO = "auto"
+_OF_RUNS = {
+    *("config", "overrides", "check", "gpu", "network", "hardware"),
+    *("coefficients", "coefficient", "as_json", "svg"),
+}
+"""Parameters that go with a run."""
 
 ModelOption = Annotated[
     str | None, typer.Option(help="Bundled model, config.json, or folder.", metavar="MODEL")
@@ -19,6 +26,7 @@ ModelOption = Annotated[
 
 
 def plan(
+    context: typer.Context,
     config: Annotated[
         Path | None, typer.Argument(help="Configuration of a run, instead of models.")
     ] = None,
@@ -76,12 +84,13 @@ def plan(
     from jobs.planning import report, view
     from jobs.run_folder import RunFolder
     from toolkit.config_file import load_config
-    from toolkit.errors import InputError
     from toolkit.planner.coefficients import read_coefficients
     from toolkit.planner.facts import read_model
     from toolkit.planner.hardware import find_gpu, parse_network
     from toolkit.planner.job import Job
 
+    if config is not None or check is not None:
+        _refuse_all_but(context, _OF_RUNS)
     is_auto = config is None and recompute == _AUTO
     numbers = read_coefficients(coefficients, coefficient or [])
     if check is not None:
@@ -163,6 +172,18 @@ def calibrate(
     text = tomli_w.dumps(merged(runs))
     write_atomically(output, text)
     print(text, end="")
+
+
+def _refuse_all_but(context: typer.Context, names: set[str]) -> None:
+    """Refuse options that would not be heard, for the run says what they say."""
+    for name in context.params.keys() - names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = name.replace("_", "-")
+            raise InputError(
+                f"--{option} goes with --teacher and --student, not with a run: change its"
+                " configuration instead, with --set"
+            )
 
 
 def _show(content: "RenderableType", svg: Path | None) -> None:

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +156,7 @@ def _plan(plan: Plan) -> dict[str, Any]:
         "student_gpus": plan.student_gpus,
         "recompute": plan.recompute,
         "teacher_shards": plan.teacher_shards,
-        "step_s": plan.step_s,
+        "step_s": plan.step_s if isfinite(plan.step_s) else None,
         "teacher_ingress_bytes_per_s": plan.teacher_ingress,
         "own_ingress_bytes_per_s": plan.own_ingress,
         "network_share": plan.network_share,
