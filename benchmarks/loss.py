@@ -187,6 +187,7 @@ def write_svg(figures: dict[str, float], path: Path) -> None:
     """Draw time and memory against the number of tokens."""
     import matplotlib.pyplot as plot
 
+    plot.rcParams["svg.fonttype"] = "none"
     figure, axes = plot.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     titles = {"cpu_s": "CPU time [s]", "peak_mib": "peak above inputs and gradients [MiB]"}
     names = list(
@@ -203,11 +204,12 @@ def write_svg(figures: dict[str, float], path: Path) -> None:
             ]
             axis.plot(*zip(*points, strict=True), marker="o", label=way)
         axis.set(xscale="log", yscale="log", xlabel="tokens", title=title)
+        axis.minorticks_off()
         axis.set_xticks([ALL[case].sizes.tokens for case in CURVE], minor=False)
         axis.set_xticklabels([str(ALL[case].sizes.tokens) for case in CURVE])
         axis.grid(alpha=0.3)
     axes[0].legend(fontsize="small")
-    figure.savefig(path)
+    figure.savefig(path, metadata={"Date": None})
 
 
 ALL = CASES | QUICK | CURVE
