@@ -16,7 +16,7 @@ from toolkit.config import Config
 from toolkit.config_file import LAYOUT, parse_config
 from toolkit.planner.coefficients import documented
 from toolkit.planner.facts import read_model
-from toolkit.planner.hardware import GIB, find_gpu, parse_network
+from toolkit.planner.hardware import GIB, find_gpu, find_network
 from toolkit.planner.job import Job
 from toolkit.planner.plans import make_plans
 from transport.layout import HEADER_BYTES, SlotHeader
@@ -184,7 +184,7 @@ def test_pairs_are_planned_as_described() -> None:
     for name, gpus, network, *described in found:
         teacher, student = map(read_model, PAIRS[name])
         student_gpus, teacher_gpus = map(int, gpus.split(" + "))
-        hardware = find_gpu("h100-80"), parse_network(network)
+        hardware = find_gpu("h100-80"), find_network(network)
         job = Job(student, teacher, *hardware, student_gpus, teacher_gpus)
         plans = make_plans(job, choose=True)
         expected = [

@@ -23,6 +23,7 @@ _OF_RUNS = {
 ModelOption = Annotated[
     str | None, typer.Option(help="Bundled model, config.json, or folder.", metavar="MODEL")
 ]
+HardwareOption = Annotated[Path | None, typer.Option(help="TOML with further GPUs and networks.")]
 
 
 def plan(
@@ -40,7 +41,7 @@ def plan(
     ] = None,
     network: Annotated[
         str | None,
-        typer.Option(help="Of a node: ports x gigabits, with `tcp` if not RDMA; 8x400."),
+        typer.Option(help="Of a node: 8x400 (ports x gigabits), 1x100tcp, infiniband-ndr, ..."),
     ] = None,
     nodes_student: Annotated[int, typer.Option(help="Nodes that train.", min=1)] = 1,
     nodes_teacher: Annotated[int, typer.Option(help="Nodes of the teacher.", min=0)] = 1,
@@ -66,7 +67,9 @@ def plan(
     vocab_shards: Annotated[int, typer.Option(help="Ranks that share the heads.", min=1)] = 1,
     ring_slots: Annotated[int, typer.Option(help="ring.slots and spare ones.", min=1)] = 8,
     trained_share: Annotated[float, typer.Option(help="Share of tokens with a label.")] = 1.0,
-    hardware: Annotated[Path | None, typer.Option(help="TOML with further GPUs.")] = None,
+    hardware: Annotated[
+        Path | None, typer.Option(help="TOML with further GPUs and networks.")
+    ] = None,
     coefficients: Annotated[Path | None, typer.Option(help="TOML with coefficients.")] = None,
     coefficient: Annotated[
         list[str] | None, typer.Option(help="One coefficient.", metavar="NAME=VALUE")
@@ -86,7 +89,7 @@ def plan(
     from toolkit.config_file import load_config
     from toolkit.planner.coefficients import read_coefficients
     from toolkit.planner.facts import read_model
-    from toolkit.planner.hardware import find_gpu, parse_network
+    from toolkit.planner.hardware import find_gpu, find_network
     from toolkit.planner.job import Job
 
     if config is not None or check is not None:
@@ -115,7 +118,7 @@ def plan(
             student=read_model(student),
             teacher=read_model(teacher),
             gpu=find_gpu(gpu or report.DEFAULT_GPU, hardware),
-            network=parse_network(network or report.DEFAULT_NETWORK),
+            network=find_network(network or report.DEFAULT_NETWORK, hardware),
             student_gpus=nodes_student * gpus_per_node,
             teacher_gpus=nodes_teacher * gpus_per_node,
             node_gpus=gpus_per_node,
@@ -152,7 +155,9 @@ def calibrate(
     folders: Annotated[list[Path], typer.Argument(help="Run folders.", metavar="RUN...")],
     output: Annotated[Path, typer.Option("--output", "-o", help="TOML to write.")],
     gpu: Annotated[str | None, typer.Option(help="GPU of the runs.")] = None,
-    hardware: Annotated[Path | None, typer.Option(help="TOML with further GPUs.")] = None,
+    hardware: Annotated[
+        Path | None, typer.Option(help="TOML with further GPUs and networks.")
+    ] = None,
 ) -> None:
     """Fit the planner's estimates to what runs measured, for `plan --coefficients`."""
     import tomli_w

@@ -12,7 +12,7 @@ from jobs.run_folder import RunFolder
 from toolkit.config import Config
 from toolkit.errors import InputError
 from toolkit.planner.coefficients import Coefficients
-from toolkit.planner.hardware import GIB, find_gpu, parse_network
+from toolkit.planner.hardware import GIB, find_gpu, find_network
 from toolkit.planner.job import Job
 from toolkit.planner.measured import Comparison, Measured, compare, measure
 from toolkit.planner.memory import Layout, ring_geometry
@@ -54,7 +54,7 @@ def job_of_config(
     return job_of_run(
         config,
         None if name is None else find_gpu(name, hardware),
-        parse_network(network or config.cluster.network or DEFAULT_NETWORK),
+        find_network(network or config.cluster.network or DEFAULT_NETWORK, hardware),
         coefficients,
     )
 

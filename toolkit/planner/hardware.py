@@ -9,6 +9,7 @@ import re
 import tomllib
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import TypeVar
 
 from toolkit.errors import InputError
 from toolkit.planner.coefficients import Coefficients
@@ -89,17 +90,33 @@ class Network:
         return f"{self.ports}x{self.gigabits:g}{'' if self.is_rdma else 'tcp'}"
 
 
-def parse_network(text: str) -> Network:
-    """Return a network from text such as `8x400` or, without RDMA, `1x100tcp`.
+NETWORKS = {
+    "ethernet-25": Network(1, 25, is_rdma=False),
+    "ethernet-100": Network(1, 100, is_rdma=False),
+    "infiniband-hdr": Network(8, 200),
+    "infiniband-ndr": Network(8, 400),
+    "infiniband-xdr": Network(8, 800),
+    "efa-p5": Network(32, 100),
+}
+"""One port for each of eight GPUs; AWS p5 nodes have 32 of 100 Gb/s; Ethernet without RDMA."""
+
+
+def find_network(text: str, table: Path | None = None) -> Network:
+    """Return a network by name, or from text such as `8x400` or, without RDMA, `1x100tcp`.
+
+    A TOML file may add some, each as a table `[network.NAME]`.
 
     Raises:
-        InputError: it is not of this form.
+        InputError: it is neither, or the file is wrong.
     """
+    networks = NETWORKS if table is None else NETWORKS | _read_table(table, "network", Network)
+    if text in networks:
+        return networks[text]
     match = re.fullmatch(r"(\d+)x(\d+(?:\.\d+)?)(tcp)?", text)
     if match is None or not int(match[1]) or not float(match[2]):
         raise InputError(
             f"network = {text!r} is not of the form 8x400 (ports of a node x gigabits per second,"
-            " RDMA) or 1x100tcp"
+            f" RDMA) or 1x100tcp, nor one of {', '.join(networks)}"
         )
     return Network(int(match[1]), float(match[2]), is_rdma=match[3] is None)
 
@@ -110,7 +127,7 @@ def find_gpu(name: str, table: Path | None = None) -> Gpu:
     Raises:
         InputError: there is no such GPU, or the file is wrong.
     """
-    gpus = GPUS if table is None else GPUS | _read_gpus(table)
+    gpus = GPUS if table is None else GPUS | _read_table(table, "gpu", Gpu)
     if name not in gpus:
         raise InputError(
             f"there is no GPU {name!r}: choose one of {', '.join(gpus)}, or describe it in a TOML"
@@ -119,16 +136,23 @@ def find_gpu(name: str, table: Path | None = None) -> Gpu:
     return gpus[name]
 
 
-def _read_gpus(path: Path) -> dict[str, Gpu]:
-    keys = {field.name for field in fields(Gpu)} - {"name", "is_cpu"}
+_Entry = TypeVar("_Entry", Gpu, Network)
+
+
+def _read_table(path: Path, kind: str, entry: type[_Entry]) -> dict[str, _Entry]:
+    """Return the tables `[kind.NAME]` of a TOML file; each has the numbers of an entry."""
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8")).get("gpu", {})
+        tables = tomllib.loads(path.read_text(encoding="utf-8")).get(kind, {})
     except OSError as error:
         raise InputError(f"cannot read the hardware table {path}: {error.strerror}") from error
     except tomllib.TOMLDecodeError as error:
         raise InputError(f"{path} is not TOML: {error}") from error
+    keys = [item.name for item in fields(entry) if item.name not in ("name", "is_cpu")]
     for name, values in tables.items():
         numbers = [value for value in values.values() if isinstance(value, int | float)]
-        if values.keys() != keys or len(numbers) < len(keys) or min(numbers) < 0:
-            raise InputError(f"{path}: [gpu.{name}] needs the numbers {', '.join(sorted(keys))}")
-    return {name: Gpu(name, **values) for name, values in tables.items()}
+        if values.keys() != set(keys) or len(numbers) < len(keys) or min(numbers) < 0:
+            raise InputError(f"{path}: [{kind}.{name}] needs the numbers {', '.join(keys)}")
+    return {
+        name: entry(**({"name": name} if entry is Gpu else {}), **values)
+        for name, values in tables.items()
+    }

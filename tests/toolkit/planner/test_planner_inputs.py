@@ -10,7 +10,7 @@ from planner_cases import make_job
 from toolkit.config_file import load_config
 from toolkit.errors import InputError
 from toolkit.planner.coefficients import Coefficients, documented, read_coefficients
-from toolkit.planner.hardware import GIB, Gpu, Network, find_gpu, parse_network
+from toolkit.planner.hardware import GIB, Gpu, Network, find_gpu, find_network
 from toolkit.planner.job import Job
 from toolkit.planner.measured import calibrated, compare, measure, merged
 from toolkit.planner.memory import student_memory
@@ -63,19 +63,30 @@ def test_users_describe_their_own_gpus(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"no GPU 'tpu': choose one of .*\[gpu.tpu\]"):
         find_gpu("tpu", table)
     table.write_text("[gpu.mi300x]\nmemory_gib = 191\n")
-    with pytest.raises(InputError, match=r"\[gpu.mi300x\] needs the numbers memory_gib, nv"):
+    with pytest.raises(InputError, match=r"\[gpu.mi300x\] needs the numbers memory_gib, peak"):
         find_gpu("mi300x", table)
 
 
 @pytest.mark.parametrize("text", ["8x400", "1x100tcp", "2x12.5"])
 def test_networks_are_read_as_they_are_written(text: str) -> None:
-    assert str(parse_network(text)) == text
+    assert str(find_network(text)) == text
+
+
+def test_networks_have_names(tmp_path: Path) -> None:
+    assert find_network("infiniband-ndr") == find_network("8x400")
+    assert find_network("ethernet-100") == find_network("1x100tcp")
+    table = tmp_path / "hardware.toml"
+    table.write_text("[network.ours]\nports = 4\ngigabits = 200\nis_rdma = true\n")
+    assert find_network("ours", table) == find_network("4x200")
+    table.write_text("[network.ours]\nports = 4\n")
+    with pytest.raises(InputError, match=r"\[network.ours\] needs the numbers ports, gigabits"):
+        find_network("ours", table)
 
 
 @pytest.mark.parametrize("text", ["400", "8x", "0x400", "8x0", "8x400udp", ""])
 def test_wrong_networks_are_refused(text: str) -> None:
     with pytest.raises(InputError, match="is not of the form 8x400"):
-        parse_network(text)
+        find_network(text)
 
 
 @pytest.mark.parametrize(

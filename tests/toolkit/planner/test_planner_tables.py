@@ -6,7 +6,7 @@ import pytest
 from planner_cases import make_job, make_pair, table
 
 from toolkit.planner.facts import read_model
-from toolkit.planner.hardware import GIB, GPUS, parse_network
+from toolkit.planner.hardware import GIB, GPUS, find_network
 from toolkit.planner.memory import student_memory
 from toolkit.planner.parameters import count
 from toolkit.planner.plans import make_plan, max_tokens, smallest_replica
@@ -121,7 +121,7 @@ def test_rates_and_traffic(row: list[str]) -> None:
 def test_share_of_the_network(row: list[str]) -> None:
     job = make_pair(row[0])
     student, token = rates(job).student, token_bytes(job.teacher)
-    per_s = [parse_network(text).bytes_per_s(job.coefficients) for text in NETWORKS]
+    per_s = [find_network(text).bytes_per_s(job.coefficients) for text in NETWORKS]
     assert row[1:] == [
         f"{800 * student * token.hidden / rate:.2f}% / {800 * student * token.logits / rate:.0f}%"
         for rate in per_s
@@ -133,7 +133,7 @@ def test_gathered_teacher_against_hidden_states(row: list[str]) -> None:
     job = make_pair(row[0])
     gathered, hidden = gather_bytes(job.teacher, 8), 8 * 8192 * token_bytes(job.teacher).hidden
     fast, slow = (
-        parse_network(text).bytes_per_s(job.coefficients) for text in ("8x400", "1x100tcp")
+        find_network(text).bytes_per_s(job.coefficients) for text in ("8x400", "1x100tcp")
     )
     assert row[1:] == [
         f"{gathered / 1e9:.0f}",

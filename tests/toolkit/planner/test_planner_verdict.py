@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from planner_cases import make_job, make_pair
 
-from toolkit.planner.hardware import parse_network
+from toolkit.planner.hardware import find_network
 from toolkit.planner.plans import fits, make_plans, max_tokens, plan_teachers
 from toolkit.planner.verdict import best_split, compatibility, remedies, verdict
 
@@ -44,11 +44,11 @@ def test_nothing_fits_on_small_gpus() -> None:
 
 
 def test_slow_network_is_the_bound() -> None:
-    job = make_pair("Qwen3-8B -> Qwen3-0.6B", network=parse_network("1x25tcp"), teacher_gpus=64)
+    job = make_pair("Qwen3-8B -> Qwen3-0.6B", network=find_network("1x25tcp"), teacher_gpus=64)
     plan = make_plans(job)["disaggregated"]
     assert plan.bound == "network"
     assert plan.network_share == pytest.approx(1.0)
-    fast = make_plans(replace(job, network=parse_network("8x400")))["disaggregated"]
+    fast = make_plans(replace(job, network=find_network("8x400")))["disaggregated"]
     assert fast.bound == "student" and fast.tokens_per_s > plan.tokens_per_s
 
 
