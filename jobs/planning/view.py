@@ -162,10 +162,9 @@ def _teachers(report: Report) -> Text:
     teachers, job = report.teachers, report.job
     assert teachers.memory is not None
     text = (
-        f"A teacher replica takes {teachers.replica_gpus} GPUs"
-        f" ({_gib(teachers.memory.peak)} GiB each); {teachers.needed_gpus} GPUs would keep the"
-        f" students busy with {job.coefficients.spare_teacher - 1:.0%} to spare,"
-        f" {job.teacher_gpus} are given."
+        f"GPUs of a teacher replica: {teachers.replica_gpus}, {_gib(teachers.memory.peak)} GiB"
+        f" each; {teachers.needed_gpus} would keep the students busy with"
+        f" {job.coefficients.spare_teacher - 1:.0%} to spare, given are {job.teacher_gpus}."
     )
     if teachers.ring is not None:
         text += f" Teachers are {teachers.ring.kappa:.2f} times as fast as the students: "

@@ -114,10 +114,10 @@ def make_plan(job: Job, layout: Layout) -> Plan:
         if is_enough and not teachers.replicas:
             is_enough = False
             reason = (
-                f"no replica of the teacher fits {job.replica_gpus or REPLICA_GPUS[-1]} GPUs"
+                f"no teacher fits a replica of {job.replica_gpus or REPLICA_GPUS[-1]} GPUs"
                 if teachers.replica_gpus is None
-                else f"a replica of the teacher takes {teachers.replica_gpus} GPUs,"
-                f" {job.teacher_gpus} are given"
+                else f"a teacher takes a replica of {teachers.replica_gpus} GPUs, given are"
+                f" {job.teacher_gpus}"
             )
     else:
         passes = 1 if layout == "colocated_full" else None

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from math import ceil
 from typing import NamedTuple, get_args
 
 from toolkit.planner.activations import HALF
@@ -53,6 +54,9 @@ def best_split(job: Job, gpus: int, *, choose: bool = False) -> Split | None:
 
 def verdict(job: Job, plans: Mapping[Layout, Plan]) -> str:
     """Return which layout to take, and the reason, in a few sentences."""
+    blocking = [finding.text for finding in compatibility(job) if finding.is_blocking]
+    if blocking:
+        return f"Not possible as it is: {blocking[0]}."
     fused, disaggregated = plans["colocated_fused"], plans["disaggregated"]
     job = replace(job, recompute=disaggregated.recompute)
     fitting = [plan for plan in plans.values() if plan.fits]
@@ -106,6 +110,11 @@ def _title(layout: Layout) -> str:
 
 def remedies(job: Job, layout: Layout) -> Iterator[str]:
     """Yield single changes that would make a layout fit, the least ones first."""
+    if fits(job, layout):  # so it is the teacher that does not
+        replica = smallest_replica(job)
+        if replica is not None:
+            yield f"{ceil(replica / job.node_gpus)} nodes of teachers"
+        return
     largest = max_tokens(job, layout)
     if largest:
         yield f"micro-batches of at most {largest:,} tokens"
@@ -113,7 +122,7 @@ def remedies(job: Job, layout: Layout) -> Iterator[str]:
         if fits(replace(job, recompute=recompute), layout):
             yield f"recompute = {recompute}"
             break
-    for nodes in range(-(-job.student_gpus // job.node_gpus) + 1, _MAX_NODES + 1):
+    for nodes in range(ceil(job.student_gpus / job.node_gpus) + 1, _MAX_NODES + 1):
         if _fits_on(job, layout, nodes * job.node_gpus):
             yield f"{nodes} nodes of students"
             break

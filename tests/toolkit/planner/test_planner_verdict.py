@@ -31,11 +31,13 @@ def test_teachers_that_do_not_fit_are_named() -> None:
     job = make_pair("Qwen3.5-397B-A17B -> Qwen3.5-35B-A3B", student_gpus=32, teacher_gpus=8)
     plans = make_plans(job, choose=True)
     assert not plans["disaggregated"].fits
-    assert plans["disaggregated"].reason == "a replica of the teacher takes 16 GPUs, 8 are given"
+    assert plans["disaggregated"].reason == "a teacher takes a replica of 16 GPUs, given are 8"
     assert plans["disaggregated"].reason in verdict(job, plans)
+    assert list(remedies(job, "disaggregated")) == ["2 nodes of teachers"]
     one = replace(job, replica_gpus=1)
+    assert not list(remedies(one, "disaggregated"))
     reason = make_plans(one)["disaggregated"].reason
-    assert reason == "no replica of the teacher fits 1 GPUs"
+    assert reason == "no teacher fits a replica of 1 GPUs"
 
 
 def test_nothing_fits_on_small_gpus() -> None:
@@ -100,3 +102,4 @@ def test_what_stands_between_two_models_is_said() -> None:
     blocking = [finding.text for finding in compatibility(mixed) if finding.is_blocking]
     assert len(blocking) == 1
     assert "262,208 rows" in blocking[0] and "248,320" in blocking[0]
+    assert verdict(mixed, make_plans(mixed)) == f"Not possible as it is: {blocking[0]}."
