@@ -141,7 +141,11 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=[f"{name}{rest}" for name in PACKAGES for rest in ("", ".*")]),
     package_dir={"": "."},
-    package_data={"": ["py.typed"], "transport": ["csrc/*"], "toolkit": ["csrc/*", "planner/*.json"]},
+    package_data={
+        "": ["py.typed"],
+        "transport": ["csrc/*"],
+        "toolkit": ["csrc/*", "planner/*.json"],
+    },
     ext_modules=[
         native("ucx", "ucx_rma.c"),
         native("memory", "memory.c", "crc32c.c"),
