@@ -27,7 +27,9 @@ def plan_gate(config: Config, *, is_here: bool) -> Gate:
         config: the run.
         is_here: whether it runs on this machine, whose memory is known.
     """
-    if config.cluster.gpu is None and not (is_here and config.run.device == "cpu"):
+    if config.run.device == "cpu" and not is_here:
+        return Gate(None, "not planned: run.device = 'cpu', and the nodes' memory is not known")
+    if config.run.device == "cuda" and config.cluster.gpu is None:
         return Gate(None, "not planned: cluster.gpu does not say which GPU the nodes have")
     try:
         job = job_of_config(config, None, None, None, Coefficients())

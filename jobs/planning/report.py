@@ -50,7 +50,9 @@ def job_of_config(
         hardware: TOML with further GPUs.
         coefficients: of the models.
     """
-    name = gpu or config.cluster.gpu or (DEFAULT_GPU if config.run.device == "cuda" else None)
+    name = gpu
+    if name is None and config.run.device == "cuda":
+        name = config.cluster.gpu or DEFAULT_GPU
     return job_of_run(
         config,
         None if name is None else find_gpu(name, hardware),

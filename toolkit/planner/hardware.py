@@ -1,7 +1,7 @@
 """GPUs and networks, from the table here or from TOML.
 
-Sources: NVIDIA's data sheets of A100, L40S, H100, H200 and B200 (dense bfloat16 rates, NVLink per
-direction); memory as `nvidia-smi` shows it, less than the nominal gigabytes.
+Sources: NVIDIA's data sheets of A100, L40S, H100, H200 and B200 (dense bfloat16 rates); memory as
+`nvidia-smi` shows it, less than the nominal gigabytes.
 """
 
 import os
@@ -25,14 +25,12 @@ class Gpu:
         name: how it is called.
         memory_gib: all of its memory.
         peak_tflops: dense bfloat16 matrix products, 1e12 operations per second.
-        nvlink_gbs: GB/s in each direction to the GPUs of its node, 0 without NVLink.
         is_cpu: whether it is a process without a GPU, and its share of the machine.
     """
 
     name: str
     memory_gib: float
     peak_tflops: float
-    nvlink_gbs: float
     is_cpu: bool = False
 
     def usable_bytes(self, coefficients: Coefficients) -> float:
@@ -46,12 +44,12 @@ class Gpu:
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("a100-40", 39.5, 312, 300),
-        Gpu("a100-80", 79.25, 312, 300),
-        Gpu("l40s-48", 44.5, 362, 0),
-        Gpu("h100-80", 79.65, 989, 450),
-        Gpu("h200-141", 140.4, 989, 450),
-        Gpu("b200-180", 179.0, 2250, 900),
+        Gpu("a100-40", 39.5, 312),
+        Gpu("a100-80", 79.25, 312),
+        Gpu("l40s-48", 44.5, 362),
+        Gpu("h100-80", 79.65, 989),
+        Gpu("h200-141", 140.4, 989),
+        Gpu("b200-180", 179.0, 2250),
     )
 }
 
@@ -63,7 +61,7 @@ _CPU_TFLOPS = 0.1
 def this_machine(processes: int, threads: int) -> Gpu:
     """Return the share that each of some processes has of this machine, as if it were a GPU."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return Gpu("cpu", memory / GIB / processes, _CPU_TFLOPS * threads, 0, is_cpu=True)
+    return Gpu("cpu", memory / GIB / processes, _CPU_TFLOPS * threads, is_cpu=True)
 
 
 @dataclass(frozen=True)

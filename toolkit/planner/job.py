@@ -12,12 +12,14 @@ from toolkit.planner.shapes import ModelShape
 Sharding = Literal["ddp", "zero1", "zero2", "zero3", "fsdp2"]
 Recompute = Literal["none", "selective", "full"]
 FullLoss = Literal["fp32", "bf16", "jsd"]
+LossStrategy = Literal["auto", "windows", "recompute"]
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "sharding": get_args(Sharding),
     "recompute": get_args(Recompute),
     "kernels": get_args(Kernels),
     "full_loss": get_args(FullLoss),
+    "loss_strategy": get_args(LossStrategy),
 }
 _AT_LEAST_ONE = (
     *("student_gpus", "node_gpus", "tokens", "sequence_length", "micro_batches"),
@@ -56,6 +58,7 @@ class Job:
         has_own_head_group: whether the head is sharded apart; else it is gathered all step long.
         full_loss: which loss the layout with full logits has.
         memory_budget_mib: of the fused loss.
+        loss_strategy: of the fused loss.
         window_rows: of the fused loss; by the budget if None.
         shard_columns: of the fused loss, at most.
         vocab_shards: ranks that share the vocabulary of the fused loss.
@@ -94,6 +97,7 @@ class Job:
     has_own_head_group: bool = True
     full_loss: FullLoss = "fp32"
     memory_budget_mib: int = 1024
+    loss_strategy: LossStrategy = "auto"
     window_rows: int | None = None
     shard_columns: int = 8192
     vocab_shards: int = 1
@@ -146,6 +150,11 @@ class Job:
     def shards(self) -> int:
         """Ranks that shard the student's state among them: data and context parallel ones."""
         return self.student_gpus // (self.tensor_parallel * self.pipeline_parallel)
+
+    @property
+    def teacher_ranks(self) -> int:
+        """GPUs among which a colocated teacher is sharded."""
+        return self.teacher_shards or self.student_gpus
 
     @property
     def rank_tokens(self) -> float:

@@ -71,6 +71,8 @@ def measure(students: Sequence[Sequence[Record]], teachers: Sequence[Record], jo
     ranks = [records[1:] for records in students]
     if min(map(len, ranks), default=0) < MIN_STEPS:
         raise InputError(f"the run has fewer than {MIN_STEPS + 1} steps: let it run on")
+    if "peak_bytes" not in ranks[0][0]:
+        raise InputError("the run has no figures of its memory: an older version made it")
     first = ranks[0]
     busy = [record["step_s"] - record["wait_s"] for record in first]
     tokens = sum(record["step_tokens"] for record in first)

@@ -68,7 +68,7 @@ def student_memory(job: Job, layout: Layout) -> Memory:
     kept, work = activation_bytes(job)
     loss = loss_bytes(job, layout) + head_weight + head_gradient + root
     if layout == "colocated_fused":  # its head is gathered, or there anyway
-        shared = _teacher_shards(job) > 1
+        shared = job.teacher_ranks > 1
         loss += shared * job.teacher_bytes * job.teacher.vocab_size * job.teacher.hidden_size
     own_gradient = 0.0 if job.has_own_head_group else head_gradient
     moments = {
@@ -200,7 +200,7 @@ def fused_plan(job: Job) -> tuple[Plan, Sizes]:
     )
     plan = make_plan(
         sizes,
-        strategy="auto",
+        strategy=job.loss_strategy,
         budget_mib=job.memory_budget_mib,
         window_rows=job.window_rows,
         shard_columns=job.shard_columns,
@@ -248,7 +248,7 @@ def _teacher_static(job: Job, layout: Layout) -> dict[str, float]:
             if job.gpu.is_cpu
             else job.device_slots * hidden,
         }
-    weights = job.teacher_bytes * count(teacher).total / _teacher_shards(job)
+    weights = job.teacher_bytes * count(teacher).total / job.teacher_ranks
     static = {"teacher weights": weights}
     return static | ({"hidden states": hidden} if layout == "colocated_fused" else {})
 
@@ -257,7 +257,7 @@ def _teacher_moment(job: Job, layout: Layout) -> float:
     """Return the forward of a colocated teacher, layer by layer gathered, before the student's."""
     teacher, counts = job.teacher, count(job.teacher)
     needed = job.rank_tokens * _forward_bytes(job, 1)
-    if _teacher_shards(job) > 1:
+    if job.teacher_ranks > 1:
         needed += job.teacher_bytes * (1 + job.prefetch) * counts.largest_layer
     if layout == "colocated_full":
         needed += job.teacher_bytes * (job.rank_tokens * teacher.vocab_size + counts.head_matrix)
@@ -267,7 +267,3 @@ def _teacher_moment(job: Job, layout: Layout) -> float:
 def _forward_bytes(job: Job, ranks: int) -> float:
     """Return what a token of the teacher's forward pass takes."""
     return forward_bytes(job.teacher, ranks, job.coefficients.expert_imbalance, job.teacher_bytes)
-
-
-def _teacher_shards(job: Job) -> int:
-    return job.teacher_shards or job.student_gpus

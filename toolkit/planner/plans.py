@@ -128,7 +128,7 @@ def make_plan(job: Job, layout: Layout) -> Plan:
         layout=layout,
         student_gpus=job.student_gpus,
         recompute=job.recompute,
-        teacher_shards=None if layout == "disaggregated" else _teacher_shards(job),
+        teacher_shards=None if layout == "disaggregated" else job.teacher_ranks,
         memory=memory,
         fits=is_enough,
         max_tokens=max_tokens(job, layout),
@@ -228,7 +228,7 @@ def _colocated_pace(job: Job, passes: int | None) -> _Pace:
     """
     both, nodes = rates(job, passes), ceil(job.student_gpus / job.node_gpus)
     capacity, tokens = job.network.bytes_per_s(job.coefficients), job.tokens / job.model_parallel
-    over_nodes = _teacher_shards(job) > job.node_gpus
+    over_nodes = job.teacher_ranks > job.node_gpus
     gathered = gather_bytes(job.teacher, nodes) if over_nodes else 0.0
     student_s, teacher_s = tokens / both.student, tokens / both.teacher
     own_s, gather_s = own_bytes(job) / capacity, gathered / capacity
@@ -236,7 +236,3 @@ def _colocated_pace(job: Job, passes: int | None) -> _Pace:
     if max(own_s - student_s, gather_s - teacher_s) > 0:
         bound = "network"
     return _Pace(max(student_s, own_s) + max(teacher_s, gather_s), bound, gathered)
-
-
-def _teacher_shards(job: Job) -> int:
-    return job.teacher_shards or job.student_gpus

@@ -53,6 +53,7 @@ def job_of_run(
         recompute="none",
         kernels="eager",
         memory_budget_mib=config.loss.memory_budget_mib,
+        loss_strategy=config.loss.strategy,
         window_rows=config.loss.window_rows,
         shard_columns=config.loss.shard_columns,
         host_slots=config.ring.slots + config.ring.spare_slots,

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 from planner_cases import make_job
 
+from toolkit.config import LossSection
 from toolkit.config_file import load_config
 from toolkit.errors import InputError
 from toolkit.planner.coefficients import Coefficients, documented, read_coefficients
 from toolkit.planner.hardware import GIB, Gpu, Network, find_gpu, find_network
 from toolkit.planner.job import Job
 from toolkit.planner.measured import calibrated, compare, measure, merged
-from toolkit.planner.memory import student_memory
+from toolkit.planner.memory import fused_plan, student_memory
 from toolkit.planner.run import job_of_run, layout_of
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "tiny.toml"
@@ -55,8 +56,8 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
 
 def test_users_describe_their_own_gpus(tmp_path: Path) -> None:
     table = tmp_path / "hardware.toml"
-    table.write_text("[gpu.mi300x]\nmemory_gib = 191\npeak_tflops = 1307\nnvlink_gbs = 448\n")
-    assert find_gpu("mi300x", table) == Gpu("mi300x", 191, 1307, 448)
+    table.write_text("[gpu.mi300x]\nmemory_gib = 191\npeak_tflops = 1307\n")
+    assert find_gpu("mi300x", table) == Gpu("mi300x", 191, 1307)
     assert find_gpu("h100-80", table).usable_bytes(Coefficients()) / GIB == pytest.approx(
         73.0, abs=0.05
     )
@@ -124,6 +125,13 @@ def test_run_is_planned_as_the_trainer_works() -> None:
     assert memory.static["hidden states"] > 6 * slot
 
 
+@pytest.mark.parametrize("strategy", ["windows", "recompute"])
+def test_loss_is_planned_as_it_is_asked_for(strategy: Any) -> None:
+    config = load_config(EXAMPLE).model_copy(update={"loss": LossSection(strategy=strategy)})
+    job = job_of_run(config, None, Network(8, 400), Coefficients())
+    assert fused_plan(job)[0].strategy == strategy
+
+
 def student_records(steps: int, step_s: float, wait_s: float) -> list[dict[str, Any]]:
     record = {"step_tokens": 504, "num_bytes": 504 * 384, "peak_bytes": 5e8}
     return [record | {"step_s": step_s, "wait_s": wait_s} for _ in range(steps)]
@@ -154,6 +162,12 @@ def test_calibrated_plan_repeats_the_run() -> None:
     memory = found["memory of a student rank"]
     assert memory.planned == pytest.approx(memory.measured)
     assert merged([{"a": 1.0}, {"a": 3.0, "b": 5.0}, {"a": 2.0}]) == {"a": 2.0, "b": 5.0}
+
+
+def test_older_runs_have_no_memory() -> None:
+    records = [{"step_s": 1.0, "wait_s": 0.0} for _ in range(9)]
+    with pytest.raises(InputError, match="an older version made it"):
+        measure([records], [], run_job())
 
 
 def test_too_short_a_run_says_nothing() -> None:
