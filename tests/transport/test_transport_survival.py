@@ -233,6 +233,7 @@ def test_all_slots_in_quarantine_is_said(run_folder: Path, start: Start) -> None
     teachers[1].result()
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("tls", ["posix", "tcp"])
 @both_ends
 def test_a_lost_student_leaves_the_others_served(
