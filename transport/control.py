@@ -166,16 +166,17 @@ class ControlChannel:
 
     def _run(self) -> None:
         try:
-            next_heartbeat = time.monotonic()
+            last_beat = time.monotonic() - self._liveness.heartbeat_s
             while not self._stopping:
-                pause_s = max(0.0, next_heartbeat - time.monotonic())
-                ready = self._poller.poll(int(1000 * pause_s) + 1)
+                pause_s = last_beat + self._liveness.heartbeat_s - time.monotonic()
+                ready = self._poller.poll(int(1000 * max(0.0, pause_s)) + 1)
                 for source, _ in ready:
                     self._receive(source)
                 self._run_calls()
-                if time.monotonic() >= next_heartbeat:  # after what waited has been received
-                    self._beat()
-                    next_heartbeat = time.monotonic() + self._liveness.heartbeat_s
+                late_s = time.monotonic() - last_beat - self._liveness.heartbeat_s
+                if late_s >= 0:  # after what waited has been received
+                    self._beat(late_s)
+                    last_beat = time.monotonic()
             self._run_calls()
         except BaseException as error:
             for peer in list(self._peers):
@@ -256,11 +257,14 @@ class ControlChannel:
             known.monitor.close(0)
             known.socket.close(_LINGER_MS)
 
-    def _beat(self) -> None:
-        limit = time.monotonic() - self._liveness.dead_after_s
+    def _beat(self, late_s: float) -> None:
+        """Say that this side lives, and find who is silent; who was stopped itself cannot tell."""
+        now = time.monotonic()
+        limit = now - self._liveness.dead_after_s
         frames = encode(Heartbeat())
         for peer, known in list(self._peers.items()):
             self._send_now(peer, frames)
+            known.last_seen = min(now, known.last_seen + late_s)
             if known.last_seen < limit and not known.silent:
                 known.silent = True
                 reason = f"silent for {self._liveness.dead_after_s:g} s"

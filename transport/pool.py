@@ -194,15 +194,14 @@ class TeacherPool(Handle):
             DeadlineError: nothing came within `timeout_s`.
         """
         work, start = self._book.works[self._next_take], time.monotonic()
-        blocked_since = start
+        blocked_since: float | None = None  # since when it has been seen: time asleep is no wait
         while not self._wait(work):
             now = time.monotonic()
-            if work.slot is not None:
-                blocked_since = now
             with self._changed:
                 self._raise_failure()
                 obstacle = None if work.slot is not None else self._book.obstacle()
-            if obstacle and now - blocked_since > self._liveness.grace_s:
+            blocked_since = (blocked_since or now) if obstacle else None
+            if blocked_since and now - blocked_since > self._liveness.grace_s:
                 raise PeerLostError(
                     f"order {work.sequence} waited {self._liveness.grace_s:g} s: {obstacle}"
                 )

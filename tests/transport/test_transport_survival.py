@@ -235,11 +235,12 @@ def test_all_slots_in_quarantine_is_said(run_folder: Path, start: Start) -> None
 
 @pytest.mark.alone
 @pytest.mark.parametrize("tls", ["posix", "tcp"])
+@pytest.mark.parametrize("lost_s", [LIVENESS.dead_after_s + 0.5, LIVENESS.dead_after_s + 2.0])
 @both_ends
 def test_a_lost_student_leaves_the_others_served(
-    run_folder: Path, start: Start, set_ucx: SetUcx, number: int, tls: str
+    run_folder: Path, start: Start, set_ucx: SetUcx, number: int, lost_s: float, tls: str
 ) -> None:
-    """One that wakes up goes on; one that was killed comes back as another process."""
+    """One that wakes up goes on, given up or not; one that was killed begins anew."""
     set_ucx(tls)
     teacher = start(teach, run_folder, 0, slowly, num_students=2)
     victim = start(study, run_folder, num_orders=100, rank=1)
@@ -249,7 +250,7 @@ def test_a_lost_student_leaves_the_others_served(
         lesson.until(lambda: lesson.taken > 20)
         victim.signal(number)
         silent_s = time.monotonic()
-        lesson.until(lambda: time.monotonic() - silent_s > LIVENESS.dead_after_s + 0.5)
+        lesson.until(lambda: time.monotonic() - silent_s > lost_s)
         if number == signal.SIGSTOP:
             victim.signal(signal.SIGCONT)
         else:
