@@ -7,6 +7,7 @@ from pathlib import Path
 from threading import Event
 
 import torch
+from torch import nn
 
 from jobs.roles import (
     EXIT_DONE,
@@ -81,7 +82,14 @@ class _StudentRun:
         self._metrics = metrics
         self._stop = stop
         model = load_checked("student", config.student, config)
-        head = load_head(config.teacher)
+        self._colocated = None
+        if config.teacher.placement == "colocated":
+            teacher = load_checked("teacher", config.teacher, config)
+            nn.Module.to(teacher, ranks.device)  # with its head, which may be its embedding
+            self._colocated = ColocatedTeacher(TeacherBody(body_of(teacher), ranks.device))
+            head = head_of(teacher).detach()
+        else:
+            head = load_head(config.teacher)
         self._facts = teacher_facts(load_config(config.teacher), head, digest_of(config.teacher))
         self._batches = _open_batches(config, head_of(model).vocab_size, self._facts, ranks)
         self._student = DistilledStudent(model, head, config.loss, ranks.device)
@@ -127,16 +135,14 @@ class _StudentRun:
 
     def _open_teacher(self) -> TeacherSource:
         """Return the teacher, in this process or behind a ring, as the configuration says."""
-        config, device = self._config, self._ranks.device
-        if config.teacher.placement == "colocated":
-            model = load_checked("teacher", config.teacher, config)
-            return ColocatedTeacher(TeacherBody(body_of(model), device))
-        dtype = torch_dtype(config.teacher)
+        if self._colocated is not None:
+            return self._colocated
+        config, dtype = self._config, torch_dtype(self._config.teacher)
         return RemoteTeachers(
             self._connect(dtype),
             hidden_size=self._facts.hidden_size,
             dtype=dtype,
-            device=device,
+            device=self._ranks.device,
             timeout_s=config.transport.take_timeout_s,
         )
 

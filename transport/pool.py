@@ -145,6 +145,11 @@ class TeacherPool(Handle):
         return self._num_orders - len(self._book.works)
 
     @property
+    def ring_bytes(self) -> int:
+        """Bytes of the ring's memory."""
+        return self._ring.num_bytes
+
+    @property
     def num_ready(self) -> int:
         """How many answers are in the ring, not taken yet."""
         with self._changed:

@@ -58,6 +58,11 @@ class Ring(Handle):
         """Packed remote key of the region, for the writers."""
         return self._region.key
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its memory."""
+        return self._region.view.nbytes
+
     def is_ready(self, slot: int, sequence: int, attempt: int) -> bool:
         """Say whether the answer to this order is complete in the slot."""
         word: int = self._doorbells[self.geometry.doorbell_offset(slot) // 8]

@@ -155,6 +155,10 @@ def calibrate(
     folders: Annotated[list[Path], typer.Argument(help="Run folders.", metavar="RUN...")],
     output: Annotated[Path, typer.Option("--output", "-o", help="TOML to write.")],
     gpu: Annotated[str | None, typer.Option(help="GPU of the runs.")] = None,
+    network: Annotated[
+        str | None,
+        typer.Option(help="Over which their teachers wrote; by default cluster.network."),
+    ] = None,
     hardware: Annotated[
         Path | None, typer.Option(help="TOML with further GPUs and networks.")
     ] = None,
@@ -172,8 +176,10 @@ def calibrate(
     runs = []
     for folder in map(RunFolder, folders):
         config = folder.load()
-        job = report.job_of_config(config, gpu, None, hardware, Coefficients())
-        runs.append(calibrated(job, layout_of(config), report.measured_of(folder, job)))
+        job = report.job_of_config(config, gpu, network, hardware, Coefficients())
+        measured, name = report.measured_of(folder, job), network or config.cluster.network
+        found = calibrated(job, layout_of(config), measured, knows_network=name is not None)
+        runs.append(found)
     text = tomli_w.dumps(merged(runs))
     write_atomically(output, text)
     print(text, end="")

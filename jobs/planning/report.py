@@ -231,12 +231,13 @@ def measured_of(folder: RunFolder, job: Job) -> Measured:
     Raises:
         InputError: it has too few steps.
     """
-    ranks = range(folder.load().student.replicas)
-    students = [list(read_steps(folder.metrics_file("student", rank)).values()) for rank in ranks]
+    files = [folder.metrics_file("student", r) for r in range(folder.load().student.replicas)]
+    memory = [r for r in MetricsReader(files[0]).read() if r["kind"] == "memory"]
     served = [
         record
         for path in sorted(folder.metrics.glob("teacher-*.jsonl"))
         for record in MetricsReader(path).read()
         if record["kind"] == "served"
     ]
-    return measure(students, served, job)
+    students = [list(read_steps(file).values()) for file in files]
+    return measure(students, memory[-1] if memory else None, served, job)

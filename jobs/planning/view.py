@@ -13,6 +13,7 @@ from toolkit.planner.memory import LAYOUTS, Layout
 from toolkit.planner.plans import Plan
 from toolkit.planner.verdict import NAMES
 
+_MIB = 2**20
 _BAR_WIDTH = 56
 _RATE_WIDTH = 24
 _COLOURS = ("cyan", "blue", "magenta", "yellow", "green", "red")
@@ -52,10 +53,10 @@ def sweep_view(rows: Sequence[SweepRow]) -> RenderableType:
 def check_view(comparisons: Sequence[Comparison]) -> RenderableType:
     """Return the plan of a run beside what it measured."""
     table = Table()
-    for column in ("", "planned", "measured", "planned / measured"):
+    for column in ("", "planned", "measured", "ratio"):
         table.add_column(column, justify="right" if column else "left")
     for item in comparisons:
-        ratio = f"{item.planned / item.measured:.3f}" if item.measured else ""
+        ratio = f"{item.planned / item.measured:.3f}" if item.measured > 0 else ""
         planned, measured = (_quantity(size, item.unit) for size in (item.planned, item.measured))
         table.add_row(item.name, planned, measured, ratio)
     return table
@@ -65,8 +66,10 @@ def _quantity(value: float, unit: str) -> str:
     match unit:
         case "":
             return f"{value:.1%}"
-        case "B" if value >= GIB / 1024:
-            return f"{value / GIB:.3f} GiB"
+        case "B" if value >= _MIB:
+            return f"{value / _MIB:,.1f} MiB"
+        case "B":
+            return f"{value:,.0f} B"
         case _:
             return f"{value:,.4g} {unit}"
 

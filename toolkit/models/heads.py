@@ -45,6 +45,11 @@ class LMHead:
         bias = None if self.bias is None else self.bias.to(device)
         return LMHead(self.weight.to(device), bias, self.scale, self.softcap)
 
+    def detach(self) -> "LMHead":
+        """Return the head in the same memory, without gradients."""
+        bias = None if self.bias is None else self.bias.detach()
+        return LMHead(self.weight.detach(), bias, self.scale, self.softcap)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Apply the whole head, in the dtype of its weight.
 
@@ -89,9 +94,7 @@ def load_head(section: ModelSection) -> LMHead:
         InputError: as `load_model` and `head_of`, or the checkpoint does not hold the head.
     """
     if section.path is None:
-        head = head_of(load_model(section))
-        bias = None if head.bias is None else head.bias.detach()
-        return LMHead(head.weight.detach(), bias, head.scale, head.softcap)
+        return head_of(load_model(section)).detach()
     return _read_head(Path(section.path), load_config(section), torch_dtype(section))
 
 

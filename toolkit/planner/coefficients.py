@@ -1,7 +1,8 @@
 """The numbers of the models that do not follow from sizes: named, tagged, to be overridden.
 
-A tag says how far to trust a number: `measured` on real code, or an `estimate` that a measurement
-on the machine in question should replace. What is exact is in the formulas and has no coefficient.
+A tag says how far to trust a number: `measured` on real code, an `estimate` that a measurement on
+the machine in question should replace, or a `choice` of who plans. What is exact is in the formulas
+and has no coefficient.
 """
 
 import tomllib
@@ -54,17 +55,17 @@ class Coefficients:
     rdma_efficiency: float = _number(0.85, "estimate", "share of a port's rate over RDMA")
     tcp_efficiency: float = _number(0.70, "estimate", "share of a port's rate over TCP")
     own_traffic: float = _number(
-        1, "estimate", "share of the student's weights and gradients that travel between nodes"
+        1, "choice", "share of the student's weights and gradients that travel between nodes"
     )
     spare_teacher: float = _number(
-        1.1, "estimate", "teacher rate over student rate to plan for; below 1.05 rings do not help"
+        1.1, "choice", "teacher rate over student rate to plan for; below 1.05 rings do not help"
     )
     student_variation: float = _number(
         0.1, "estimate", "standard deviation of the student's time a micro-batch over its mean"
     )
     teacher_variation: float = _number(0.5, "estimate", "the same of a teacher replica")
     waiting_share: float = _number(
-        0.01, "estimate", "share of the student's time that it may wait for teachers"
+        0.01, "choice", "share of the student's time that it may wait for teachers"
     )
 
 

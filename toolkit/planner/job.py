@@ -45,6 +45,7 @@ class Job:
         micro_batches: of a data-parallel rank in an optimizer step.
         student_bytes: of a number where the student computes: 2, or 4 without mixed precision.
         teacher_bytes: of a number of the teacher and of its hidden states.
+        has_documents: whether a mask tells documents of one row apart, which every layer keeps.
         sharding: of the student's state.
         gradient_bytes: of a number of the gradients.
         keeps_gradients: whether they are there in forward too, as they are when they accumulate.
@@ -84,6 +85,7 @@ class Job:
     micro_batches: int = 1
     student_bytes: int = 2
     teacher_bytes: int = 2
+    has_documents: bool = False
     sharding: Sharding = "fsdp2"
     gradient_bytes: int = 4
     keeps_gradients: bool = True

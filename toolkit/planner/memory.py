@@ -16,6 +16,7 @@ from toolkit.planner.activations import HALF, WIDE, forward_bytes, saved_by_laye
 from toolkit.planner.job import Job, Sharding
 from toolkit.planner.loss_plan import Plan, Sizes, make_plan, transient_bytes
 from toolkit.planner.parameters import LayerCounts, count, count_layer
+from toolkit.planner.shapes import GatedDelta
 from transport.layout import RingGeometry
 
 Layout = Literal["colocated_full", "colocated_fused", "disaggregated"]
@@ -71,6 +72,8 @@ def student_memory(job: Job, layout: Layout) -> Memory:
         shared = job.teacher_ranks > 1
         loss += shared * job.teacher_bytes * job.teacher.vocab_size * job.teacher.hidden_size
     own_gradient = 0.0 if job.has_own_head_group else head_gradient
+    if job.student.is_tied and not is_gathered:  # what its two uses give is there beside the sum
+        own_gradient = job.gradient_bytes * head
     moments = {
         "loss": kept + loss,
         "backward": max(gradients, kept) + work + root + own_gradient + gathered_layer,
@@ -147,10 +150,12 @@ def activation_bytes(job: Job) -> tuple[float, float]:
     """
     h, parallel = job.student.hidden_size, job.tensor_parallel
     imbalance = job.coefficients.expert_imbalance
+    mask = 2 * job.student_bytes * job.sequence_length if job.has_documents else 0
     layers = [
         saved_by_layer(job.student, layer, job.kernels, imbalance, job.student_bytes).on_rank(
             parallel
         )
+        + mask * (not isinstance(layer.mixer, GatedDelta))
         for layer in job.student.layers
     ]
     whole, largest = sum(layers) / len(layers), max(layers)

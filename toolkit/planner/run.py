@@ -48,6 +48,7 @@ def job_of_run(
         micro_batches=config.optim.accumulation,
         student_bytes=_ITEM_BYTES[config.student.dtype],
         teacher_bytes=_ITEM_BYTES[config.teacher.dtype],
+        has_documents=config.data.packing == "documents",
         sharding="ddp",
         keeps_gradients=config.optim.accumulation > 1,
         recompute="none",

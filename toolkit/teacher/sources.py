@@ -27,6 +27,10 @@ class TeacherSource(AbstractContextManager["TeacherSource"], Protocol):
     """Bytes of hidden states received, in all."""
 
     @property
+    def held(self) -> dict[str, int]:
+        """Bytes that are there all the time, by component."""
+
+    @property
     def num_ready(self) -> int:
         """Micro-batches that lie ready in this moment."""
 
@@ -47,6 +51,11 @@ class TeacherBody:
     def __init__(self, body: nn.Module, device: torch.device) -> None:
         self._body = body.to(device)
         self._device = device
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its weights."""
+        return sum(p.numel() * p.element_size() for p in self._body.parameters())
 
     @torch.no_grad()
     def states(self, ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
@@ -81,6 +90,11 @@ class ColocatedTeacher(TeacherSource):
         self._body = body
         self.wait_s = 0.0
         self.num_bytes = 0
+
+    @property
+    def held(self) -> dict[str, int]:
+        """The body's weights."""
+        return {"teacher weights": self._body.num_bytes}
 
     def stream(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, Tensor]]:
         """Compute each batch when it is asked for."""
@@ -122,6 +136,11 @@ class RemoteTeachers(TeacherSource):
         self._timeout_s = timeout_s
         self.wait_s = 0.0
         self.num_bytes = 0
+
+    @property
+    def held(self) -> dict[str, int]:
+        """The ring."""
+        return {"hidden states": self._pool.ring_bytes}
 
     @property
     def num_ready(self) -> int:

@@ -35,7 +35,8 @@ class DistilledStudent(nn.Module):
         super().__init__()
         self.model = model
         nn.Module.to(self, device)
-        self._teacher_head = teacher_head.to(device)
+        self.teacher_head = teacher_head.to(device)
+        """Frozen."""
         self._options = LossOptions(**section.model_dump())
 
     def forward(self, batch: Batch, teacher_states: Tensor) -> LossSums:
@@ -49,7 +50,7 @@ class DistilledStudent(nn.Module):
             self.states(batch),
             head_of(self.model),
             teacher_states,
-            self._teacher_head,
+            self.teacher_head,
             batch.labels.to(self.model.device),
             self._options,
             num_tokens=batch.step_tokens,
@@ -65,7 +66,7 @@ class DistilledStudent(nn.Module):
 
     def no_states(self, batch: Batch) -> Tensor:
         """Return zeros in place of the teacher's hidden states of a batch, `[R, Ht]`."""
-        weight = self._teacher_head.weight
+        weight = self.teacher_head.weight
         return weight.new_zeros(batch.num_tokens, weight.shape[1])
 
     def agreement(self, batch: Batch, teacher_states: Tensor) -> int:
@@ -74,6 +75,6 @@ class DistilledStudent(nn.Module):
             self.states(batch),
             head_of(self.model),
             teacher_states,
-            self._teacher_head,
+            self.teacher_head,
         )
         return int(count)

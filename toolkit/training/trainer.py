@@ -14,12 +14,15 @@ from toolkit.data.batches import Batch, Batches
 from toolkit.losses.distillation import LossSums
 from toolkit.teacher.sources import TeacherSource
 from toolkit.training.checkpoint import Checkpoints
-from toolkit.training.memory import PeakMemory
+from toolkit.training.memory import PeakMemory, bytes_of
 from toolkit.training.metrics import MetricsWriter
 from toolkit.training.ranks import Ranks
 from toolkit.training.schedule import learning_rate
 from toolkit.training.student import DistilledStudent
 from transport.errors import TransportError
+
+_MEASURED_STEPS = 2
+"""Of a start: the first makes what the second finds."""
 
 
 class Stopwatch:
@@ -80,6 +83,7 @@ class Trainer:
         if newest is not None:
             state = checkpoints.load(newest, student.model, self._optimizer)
             self.step, self.tokens = state["step"], state["tokens"]
+        self._first_step = self.step
         self._saved_step = self.step  # of a run at its start there is nothing to save
         self._updating = False  # while it is, the weights belong to no step
         self._replica = ranks.replicate(student)
@@ -148,12 +152,12 @@ class Trainer:
         self._seed()
         own = [0.0, 0.0, 0.0, 0.0]
         for number, (batch, states) in enumerate(islice(stream, optim.accumulation), 1):
-            watch.lap("teacher_s")
+            self._lap(watch, "teacher_s", "teacher forward")
             with self._ranks.averaging(self._replica, number == optim.accumulation):
                 sums: LossSums = self._replica(batch, states)
-                watch.lap("forward_s")
+                self._lap(watch, "forward_s", "loss")
                 torch.autograd.backward(sums.loss * self._ranks.size)  # a sum, not a mean
-            watch.lap("backward_s")
+            self._lap(watch, "backward_s", "backward")
             parts = (sums.loss.item(), sums.kd.item(), sums.ce.item(), float(sums.num_tokens))
             own = [total + part for total, part in zip(own, parts, strict=True)]
         loss, kd, ce, tokens, stopping = self._ranks.sum(*own, should_stop(self.step + 1))
@@ -193,8 +197,38 @@ class Trainer:
         limit = self._config.optim.clip_norm
         norm = nn.utils.clip_grad_norm_(parameters, torch.inf if limit is None else limit)
         self._optimizer.step()
+        gradients = bytes_of(p.grad for p in parameters if p.grad is not None)
         self._optimizer.zero_grad(set_to_none=True)
+        if self._measures_memory:
+            self._memory.lap("optimizer")
+            self._record_memory(gradients)
         return norm.item()
+
+    @property
+    def _measures_memory(self) -> bool:
+        return self.step - self._first_step < _MEASURED_STEPS
+
+    def _lap(self, watch: Stopwatch, name: str, moment: str) -> None:
+        watch.lap(name)
+        if self._measures_memory:
+            self._memory.lap(moment)
+
+    def _record_memory(self, gradients: int) -> None:
+        """Say what is held between two steps, by component, and the peak of every moment."""
+        head, moments = self._student.teacher_head, self._optimizer.state.values()
+        held = {
+            "weights": bytes_of(self._student.model.parameters()),
+            "gradients": gradients,
+            "optimizer": bytes_of(t for state in moments for t in state.values() if t.ndim),
+            "teacher head": bytes_of(t for t in (head.weight, head.bias) if t is not None),
+        }
+        self._metrics.write(
+            "memory",
+            held=held | self._teacher.held,
+            moments=self._memory.moments,
+            between_steps=self._memory.now(),
+            **self._memory.outside(),
+        )
 
     def _record(self, watch: Stopwatch, **values: Any) -> None:
         step_s = sum(watch.seconds.values())

@@ -25,7 +25,7 @@ def test_coefficients_are_read_and_overridden(tmp_path: Path) -> None:
     file.write_text("student_mfu = 0.5\nnccl_gib = 2\n")
     read = read_coefficients(file, ["nccl_gib=3"])
     assert read == replace(Coefficients(), student_mfu=0.5, nccl_gib=3.0)
-    assert {item.tag for item in documented()} == {"measured", "estimate"}
+    assert {item.tag for item in documented()} == {"measured", "estimate", "choice"}
 
 
 @pytest.mark.parametrize(
@@ -138,12 +138,19 @@ def student_records(steps: int, step_s: float, wait_s: float) -> list[dict[str, 
 
 
 def teacher_records(count: int, compute_s: float) -> list[dict[str, Any]]:
-    return [{"compute_s": compute_s, "write_s": 0.0} for _ in range(count)]
+    return [{"compute_s": compute_s, "write_s": 0.01} for _ in range(count)]
+
+
+MEMORY: dict[str, Any] = {
+    "held": {"weights": 1e8, "gradients": 1e8, "optimizer": 2e8, "teacher head": 1e7},
+    "moments": {"loss": 9e8, "backward": 8e8, "optimizer": 6e8},
+    "between_steps": 5e8,
+}
 
 
 def test_a_run_that_waits_for_its_teacher_is_recognized() -> None:
     job = run_job()  # two micro-batches a step
-    measured = measure([student_records(10, 0.4, 0.2)], teacher_records(20, 0.2), job)
+    measured = measure([student_records(10, 0.4, 0.2)], MEMORY, teacher_records(20, 0.19), job)
     assert measured.waiting_share == pytest.approx(0.5)
     found = {item.name: item for item in compare(job, "disaggregated", measured)}
     step = found["step, from the run's rates"]
@@ -152,24 +159,68 @@ def test_a_run_that_waits_for_its_teacher_is_recognized() -> None:
     assert (token.planned, token.measured) == (384, 384)
 
 
+def test_memory_is_compared_by_component() -> None:
+    job = run_job()  # its gradients accumulate
+    measured = measure([student_records(9, 0.5, 0.0)], MEMORY, teacher_records(9, 0.1), job)
+    assert measured.other_bytes == pytest.approx(5e8 - 3.1e8)
+    assert measured.moments == {"loss": 4e8, "backward": 3e8, "optimizer": 1e8}
+    found = {item.name: item for item in compare(job, "disaggregated", measured)}
+    memory = student_memory(job, "disaggregated")
+    assert found["gradients"].planned == memory.static["gradients"]
+    assert found["at backward"].planned == pytest.approx(
+        memory.static["gradients"] + memory.moments["backward"]
+    )
+    assert found["other memory"].planned == job.coefficients.process_gib * GIB
+    colocated = MEMORY | {"held": MEMORY["held"] | {"teacher weights": 5e7}}
+    measured = measure([student_records(9, 0.5, 0.0)], colocated, [], job)
+    assert measured.held["teacher weights"] == 6e7 and "teacher head" not in measured.held
+
+
 def test_calibrated_plan_repeats_the_run() -> None:
     job = run_job()
-    measured = measure([student_records(10, 0.5, 0.0)], teacher_records(20, 0.1), job)
-    values = calibrated(job, "disaggregated", measured)
+    measured = measure([student_records(10, 0.5, 0.0)], MEMORY, teacher_records(20, 0.1), job)
+    values = calibrated(job, "disaggregated", measured, knows_network=False)
+    assert not {"work_layer", "rdma_efficiency", "context_gib"} & values.keys()
     again = replace(job, coefficients=replace(Coefficients(), optimizer_bytes=0, **values))
     found = {item.name: item for item in compare(again, "disaggregated", measured)}
-    assert found["tokens/s"].planned == pytest.approx(found["tokens/s"].measured, rel=0.02)
-    memory = found["memory of a student rank"]
-    assert memory.planned == pytest.approx(memory.measured)
+    for name in ("tokens/s", "other memory"):
+        assert found[name].planned == pytest.approx(found[name].measured, rel=0.02)
     assert merged([{"a": 1.0}, {"a": 3.0, "b": 5.0}, {"a": 2.0}]) == {"a": 2.0, "b": 5.0}
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_gpu_and_network_are_calibrated(gpus: int) -> None:
+    job = run_job(f"student.replicas={gpus}", gpu=find_gpu("h100-80"))
+    job = replace(job, network=Network(1, 0.01, is_rdma=False))
+    memory = MEMORY | {"reserved_bytes": 9.9e8, "context_bytes": 1.5 * GIB}
+    records = [student_records(10, 0.5, 0.0)] * gpus
+    measured = measure(records, memory, teacher_records(9 * 18 * gpus, 0.1), job)
+    values = calibrated(job, "disaggregated", measured, knows_network=True)
+    assert values["fragmentation"] == pytest.approx(0.1)
+    assert (values.get("context_gib"), values.get("nccl_gib")) == (
+        (1.5, None) if gpus == 1 else (None, pytest.approx(0.8))
+    )
+    assert values["tcp_efficiency"] == pytest.approx(504 * 384 / 0.18 / 1.25e6)
+    assert "process_gib" not in values
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.5])
+def test_work_inside_of_a_layer_is_calibrated(share: float) -> None:
+    job = replace(run_job("optim.accumulation=1"), tokens=1 << 20)
+    planned = replace(job, coefficients=replace(job.coefficients, work_layer=share))
+    backward = student_memory(planned, "disaggregated").moments["backward"]
+    memory = MEMORY | {"moments": MEMORY["moments"] | {"backward": 5e8 + backward}}
+    measured = measure([student_records(9, 0.5, 0.0)], memory, [], job)
+    values = calibrated(job, "disaggregated", measured, knows_network=False)
+    assert values["work_layer"] == pytest.approx(share)
 
 
 def test_older_runs_have_no_memory() -> None:
     records = [{"step_s": 1.0, "wait_s": 0.0} for _ in range(9)]
     with pytest.raises(InputError, match="an older version made it"):
-        measure([records], [], run_job())
+        measure([records], None, [], run_job())
 
 
 def test_too_short_a_run_says_nothing() -> None:
     with pytest.raises(InputError, match="fewer than 4 steps"):
-        measure([student_records(3, 0.5, 0.0)], [], run_job())
+        measure([student_records(3, 0.5, 0.0)], MEMORY, [], run_job())
