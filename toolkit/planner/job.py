@@ -60,6 +60,7 @@ class Job:
         full_loss: which loss the layout with full logits has.
         memory_budget_mib: of the fused loss.
         loss_strategy: of the fused loss.
+        has_second_pass: whether its divergence needs the logits once more, see `toolkit.losses`.
         window_rows: of the fused loss; by the budget if None.
         shard_columns: of the fused loss, at most.
         vocab_shards: ranks that share the vocabulary of the fused loss.
@@ -100,6 +101,7 @@ class Job:
     full_loss: FullLoss = "fp32"
     memory_budget_mib: int = 1024
     loss_strategy: LossStrategy = "auto"
+    has_second_pass: bool = False
     window_rows: int | None = None
     shard_columns: int = 8192
     vocab_shards: int = 1

@@ -15,6 +15,7 @@ from toolkit.planner.job import Job
 from toolkit.planner.memory import Layout
 from toolkit.planner.shapes import ModelShape
 
+_ONE_PASS = ("forward_kl", "reverse_kl", "symmetric_kl")
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -55,6 +56,7 @@ def job_of_run(
         kernels="eager",
         memory_budget_mib=config.loss.memory_budget_mib,
         loss_strategy=config.loss.strategy,
+        has_second_pass=config.loss.divergence not in _ONE_PASS,
         window_rows=config.loss.window_rows,
         shard_columns=config.loss.shard_columns,
         host_slots=config.ring.slots + config.ring.spare_slots,

@@ -96,7 +96,7 @@ def rates(job: Job, passes: int | None = None) -> Rates:
 
 def head_passes(job: Job) -> int:
     """Return how often the fused loss computes the logits."""
-    return 1 if fused_plan(job)[0].strategy == "windows" else 2
+    return 1 if fused_plan(job)[0].strategy == "windows" else 2 + job.has_second_pass
 
 
 @dataclass(frozen=True)

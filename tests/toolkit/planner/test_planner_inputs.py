@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from planner_cases import make_job
@@ -10,12 +10,14 @@ from planner_cases import make_job
 from toolkit.config import LossSection
 from toolkit.config_file import load_config
 from toolkit.errors import InputError
+from toolkit.losses.divergences import Divergence, Objective
 from toolkit.planner.coefficients import Coefficients, documented, read_coefficients
 from toolkit.planner.hardware import GIB, Gpu, Network, find_gpu, find_network
 from toolkit.planner.job import Job
 from toolkit.planner.measured import calibrated, compare, measure, merged
 from toolkit.planner.memory import fused_plan, student_memory
 from toolkit.planner.run import job_of_run, layout_of
+from toolkit.planner.traffic import head_passes
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "tiny.toml"
 
@@ -130,6 +132,18 @@ def test_loss_is_planned_as_it_is_asked_for(strategy: Any) -> None:
     config = load_config(EXAMPLE).model_copy(update={"loss": LossSection(strategy=strategy)})
     job = job_of_run(config, None, Network(8, 400), Coefficients())
     assert fused_plan(job)[0].strategy == strategy
+
+
+@pytest.mark.parametrize("divergence", get_args(Divergence))
+@pytest.mark.parametrize("strategy", ["windows", "recompute"])
+def test_logits_are_computed_as_often_as_the_loss_does(strategy: Any, divergence: Any) -> None:
+    config = load_config(EXAMPLE)
+    loss = LossSection(strategy=strategy, divergence=divergence)
+    job = job_of_run(
+        config.model_copy(update={"loss": loss}), None, Network(8, 400), Coefficients()
+    )
+    objective = Objective(divergence, 0.5, 1.0, 1.0, 0.0)
+    assert head_passes(job) == (1 if strategy == "windows" else 2 + objective.needs_sums)
 
 
 def student_records(steps: int, step_s: float, wait_s: float) -> list[dict[str, Any]]:
