@@ -103,14 +103,3 @@ def row_sums(results: RowResults, weights: Tensor | None) -> Tensor:
     if weights is not None:
         terms *= weights
     return terms.sum(1, dtype=torch.float64)
-
-
-def add_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool = False) -> None:
-    """Add `left @ right` to a total of the same dtype, or of a wider one; `first` replaces it."""
-    if total.dtype != left.dtype:
-        product = left @ right
-        total.copy_(product) if first else total.add_(product)
-    elif first:
-        torch.mm(left, right, out=total)
-    else:
-        total.addmm_(left, right)

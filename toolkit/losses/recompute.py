@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from toolkit.losses import rows
-from toolkit.losses.inputs import LossInputs, add_product, row_sums, spans
+from toolkit.losses.inputs import LossInputs, row_sums, spans
+from toolkit.losses.products import add_product
 from toolkit.losses.rows import RowResults, Tile
 from toolkit.planner.loss_plan import Plan
 

@@ -16,7 +16,8 @@ from torch.autograd.function import once_differentiable
 
 from toolkit.errors import InputError
 from toolkit.losses import rows
-from toolkit.losses.inputs import LossInputs, add_product, row_sums, spans
+from toolkit.losses.inputs import LossInputs, row_sums, spans
+from toolkit.losses.products import add_product
 from toolkit.losses.rows import Tile
 from toolkit.planner.loss_plan import Plan
 
@@ -52,8 +53,9 @@ class Gradients:
         """Add a window, given its hidden states `[R, H]`, their tokens and logit gradients."""
         if self.hidden is not None:
             # One product, hence rounded once; a sum over ranks needs more digits.
-            total = gradient @ self._head_weight
-            total = total if self._inputs.shards is None else total.to(self._sum_dtype)
+            dtype = hidden.dtype if self._inputs.shards is None else self._sum_dtype
+            total = torch.empty_like(hidden, dtype=dtype)
+            add_product(total, gradient, self._head_weight, first=True)
             self._inputs.add_up(total)
             self.hidden.index_copy_(0, index, total.to(hidden.dtype))
         if self.weight is not None:
