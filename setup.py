@@ -109,7 +109,8 @@ def row_kernels() -> list[Extension]:
         language="c++",
         extra_compile_args=[
             *("-O3", "-g0", "-std=c++17", "-Wall", "-Wextra", "-fopenmp"),
-            *("-fno-math-errno", "-fno-trapping-math"),
+            # Threaded jumps are branches in loops that could be vectorised.
+            *("-fno-math-errno", "-fno-trapping-math", "-fno-thread-jumps"),
         ],
         extra_link_args=["-fopenmp"],
         optional=True,

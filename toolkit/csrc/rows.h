@@ -153,15 +153,17 @@ struct Mixture {
 template <class Real>
 ROWS_INLINE Mixture<Real> mixture(Real log_p, Real log_q, Real log_ratio, const Row<Real>& row) {
   const bool p_larger = log_ratio > Real(0);
-  const Real distance = p_larger ? log_ratio : -log_ratio;
-  const Exponential<Real> decrease = exponential(-distance);
-  const Real larger = exponent(p_larger ? log_p : log_q);
-  const Real change = (p_larger ? row.student_weight : row.teacher_weight) * decrease.expm1;
+  const Real over = log_ratio < Real(0) ? Real(0) : log_ratio;  // NaN stays NaN
+  const Real under = p_larger ? Real(0) : log_ratio;
+  const Exponential<Real> decrease = exponential(under - over);
+  const Real larger = exponent(log_p > log_q ? log_p : log_q);
+  const Real smaller = weighted(larger, decrease.exp);  // 0 also where both logits are -inf
+  const Real change = choose(p_larger, row.student_weight, row.teacher_weight) * decrease.expm1;
   const Real log_larger = -log1p_of(change);
-  return {weighted(larger, p_larger ? Real(1) : decrease.exp),
-          weighted(larger, p_larger ? decrease.exp : Real(1)),
-          log_larger - (p_larger ? Real(0) : distance),
-          log_larger - (p_larger ? distance : Real(0)),
+  return {p_larger ? larger : smaller,
+          p_larger ? smaller : larger,
+          log_larger + under,
+          log_larger - over,
           (p_larger ? decrease.expm1 : -decrease.expm1) / (Real(1) + change)};
 }
 

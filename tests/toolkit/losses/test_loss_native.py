@@ -95,6 +95,17 @@ def test_chunk_that_neither_model_gives_any_weight(divergence):
         assert found["gradient"] < 2e-6
 
 
+@each_divergence
+def test_tokens_that_both_models_exclude(divergence):
+    case = make_rows(divergence, (3, 5003), softcap=None)
+    excluded = torch.full((3, 100), -torch.inf)
+    wider = {name: torch.cat([getattr(case, name), excluded], 1) for name in ("student", "teacher")}
+    expected, found = compute(KERNELS, case), compute(KERNELS, replace(case, **wider))
+    torch.testing.assert_close(found.results.sums, expected.results.sums)
+    torch.testing.assert_close(found.gradient[:, :5003], expected.gradient)
+    assert not found.gradient[:, 5003:].any()
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @each_divergence
 def test_logits_that_are_not_numbers_are_not_hidden(divergence, value):
@@ -104,6 +115,18 @@ def test_logits_that_are_not_numbers_are_not_hidden(divergence, value):
     assert window.results.ce[1].isnan()
     assert window.results.sums[1, 0].isnan()
     assert window.gradient[1].isnan().any()
+    assert window.gradient[[0, 2, 3, 4]].isfinite().all()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@each_divergence
+def test_logits_of_a_teacher_that_are_not_numbers_are_not_hidden(divergence, value):
+    case = make_rows(divergence)
+    case.teacher[1, 500] = value
+    window = compute(KERNELS, case)
+    assert window.results.sums[1, 0].isnan()
+    if divergence != "total_variation":  # its slope is a sign
+        assert window.gradient[1].isnan().any()
     assert window.gradient[[0, 2, 3, 4]].isfinite().all()
 
 
