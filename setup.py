@@ -90,12 +90,16 @@ class BuildNative(build_ext):
 
 
 def native(name: str, *sources: str) -> Extension:
-    """Return a library of `transport/`, made from these files of `transport/csrc/`."""
+    """Return a library of `transport/`, made from these files of `transport/csrc/`.
+
+    Without a compiler a colocated teacher and the loss alone still work.
+    """
     return Extension(
         f"transport.libdisaggkd_{name}",
         sources=[f"transport/csrc/{source}" for source in sources],
         depends=["setup.py", "transport/csrc/common.h"],
         extra_compile_args=["-O2", "-std=gnu11", "-Wall", "-Wextra"],
+        optional=True,
     )
 
 

@@ -12,10 +12,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("transport", "toolkit", "jobs")
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def build(folder: Path, **env: str) -> Path:
     """Build the wheel from a copy of what git knows."""
-    folder = tmp_path_factory.mktemp("build")
     source = folder / "source"
     files = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
@@ -32,12 +30,47 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run(
         [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, source],
         # The CUDA library takes a minute, and make env has built it.
-        env=os.environ | {"DISAGGKD_CUDA": "0"},
+        env=os.environ | {"DISAGGKD_CUDA": "0"} | env,
         check=True,
         capture_output=True,
         timeout=100,
     )
     return next(folder.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the wheel as it is built here."""
+    return build(tmp_path_factory.mktemp("build"))
+
+
+def test_without_a_compiler_the_loss_runs_in_torch_and_the_ring_is_refused(tmp_path: Path) -> None:
+    bare = build(tmp_path, PATH=str(Path(sys.executable).parent))
+    site = tmp_path / "site"
+    with zipfile.ZipFile(bare) as archive:
+        assert not [name for name in archive.namelist() if name.endswith(".so")]
+        archive.extractall(site)
+
+    def run(folder: str, placement: str) -> subprocess.CompletedProcess[str]:
+        settings = [f"run.folder={tmp_path / folder}", "run.steps=1", "data.eval_rows=0"]
+        settings += [f"teacher.placement={placement}"]
+        overrides = [word for setting in settings for word in ("--set", setting)]
+        return subprocess.run(
+            [sys.executable, "-P", "-m", "jobs", "run", ROOT / "examples/tiny.toml", *overrides],
+            cwd=ROOT,  # where the example finds its tokens
+            env=os.environ | {"PYTHONPATH": str(site)},
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+
+    assert run("colocated", "colocated").returncode == 0
+    log = (tmp_path / "colocated/logs/student-0.log").read_text()
+    assert "torch, slower; libdisaggkd_rows.so is not built: install g++, then" in log
+    refused = run("disaggregated", "disaggregated")
+    assert refused.returncode != 0
+    message = "libdisaggkd_ucx.so is not built: install a C compiler, then the package again"
+    assert message in " ".join((refused.stdout + refused.stderr).split())
 
 
 def test_wheel_holds_the_tree_and_nothing_else(wheel: Path) -> None:

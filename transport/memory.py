@@ -17,6 +17,7 @@ import numpy as np
 from transport.errors import DeadlineError, TransportError
 
 LIBRARY = Path(__file__).with_name("libdisaggkd_memory.so")
+REMEDY = "install a C compiler, then the package again"
 Pin = Callable[[int, int], AbstractContextManager[str]]
 """Pins so many bytes from an address on, until its end; gives what it did, for the log."""
 
@@ -92,7 +93,7 @@ def lock(address: int, num_bytes: int) -> Iterator[str]:
 @cache
 def _library() -> ctypes.CDLL:
     if not LIBRARY.is_file():
-        raise TransportError(f"{LIBRARY.name} is not built: install the package (pip install -e .)")
+        raise TransportError(f"{LIBRARY.name} is not built: {REMEDY}")
     library = ctypes.CDLL(str(LIBRARY))
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, name)

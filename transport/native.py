@@ -12,6 +12,7 @@ from transport.binding import Places
 from transport.errors import DeadlineError, UcxError
 from transport.handles import Handle
 from transport.library import find_ucx
+from transport.memory import REMEDY
 
 SHIM = Path(__file__).with_name("libdisaggkd_ucx.so")
 
@@ -77,7 +78,7 @@ def open_library() -> ctypes.CDLL:
         UcxError: one of them cannot be opened.
     """
     if not SHIM.is_file():
-        raise UcxError(f"{SHIM.name} is not built: install the package (pip install -e .)")
+        raise UcxError(f"{SHIM.name} is not built: {REMEDY}")
     try:
         # The shim links no UCX: its symbols are those that the process has.
         ctypes.CDLL(str(find_ucx().path), mode=ctypes.RTLD_GLOBAL)
