@@ -24,6 +24,7 @@ from toolkit.losses.divergences import Objective
 from toolkit.losses.inputs import LossInputs
 from toolkit.losses.operator import call_operator
 from toolkit.losses.options import LossOptions
+from toolkit.losses.products import adds_unrounded
 from toolkit.losses.recompute import RecomputeFunction
 from toolkit.losses.rows import statistics_dtype
 from toolkit.losses.vocabulary import Shards
@@ -189,6 +190,7 @@ def _plan(inputs: LossInputs, options: LossOptions, weight_grad: Tensor | None) 
         hidden_sizes=(student.shape[1], teacher.shape[1]),
         itemsizes=(student.itemsize, teacher.itemsize),
         sum_itemsize=statistics_dtype(student).itemsize,
+        rounds_products=not adds_unrounded(student),
         own_weight_grad=weight_grad is None and weight.requires_grad and torch.is_grad_enabled(),
         workspace_bytes=rows.workspace_bytes(student) if inputs.kernels is rows else 0,
     )

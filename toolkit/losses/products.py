@@ -29,15 +29,18 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool = Fal
         total.copy_(product) if first else total.add_(product)
 
 
+def adds_unrounded(operand: Tensor) -> bool:
+    """Say whether products of such matrices are added to wider sums without being made apart."""
+    return operand.device.type == "cpu" and operand.dtype == torch.bfloat16 and _gemm() is not None
+
+
 def _is_for_mkl(total: Tensor, left: Tensor, right: Tensor) -> bool:
     return (
-        total.device.type == "cpu"
+        adds_unrounded(left)
+        and (total.dtype, right.dtype) == (torch.float32, torch.bfloat16)
         and total.is_contiguous()
-        and (total.dtype, left.dtype, right.dtype)
-        == (torch.float32, torch.bfloat16, torch.bfloat16)
         and all(1 in matrix.stride() for matrix in (left, right))
         and min(*left.shape, *right.shape) > 0
-        and _gemm() is not None
     )
 
 

@@ -42,6 +42,7 @@ class Sizes:
         hidden_sizes: Hs and Ht.
         itemsizes: bytes of a number of student and teacher.
         sum_itemsize: bytes of a number of the statistics.
+        rounds_products: whether products in the narrow type are made apart, then widened and added.
         own_weight_grad: whether a gradient of the head is made, not added to a given buffer.
         workspace_bytes: what the row kernels take.
     """
@@ -52,6 +53,7 @@ class Sizes:
     hidden_sizes: tuple[int, int]
     itemsizes: tuple[int, int]
     sum_itemsize: int
+    rounds_products: bool
     own_weight_grad: bool
     workspace_bytes: int
 
@@ -70,14 +72,14 @@ def transient_bytes(plan: Plan, sizes: Sizes) -> int:
         num_bytes += rows * sum(size * itemsize for size, itemsize in pairs)
     num_bytes += rows * hidden * (item if plan.strategy == "windows" else sum_item)  # gradient
     steps = [sizes.workspace_bytes]
-    if item < sum_item:  # products are made in the narrow type, widened and added
-        sums_weight = not sizes.own_weight_grad or rows < sizes.num_rows
-        summed = max(columns * sums_weight, 0 if plan.strategy == "windows" else rows)
+    is_summed = not sizes.own_weight_grad or rows < sizes.num_rows  # the head's gradient
+    if item < sum_item and sizes.rounds_products:
+        summed = max(columns * is_summed, 0 if plan.strategy == "windows" else rows)
         steps.append(summed * hidden * (item + sum_item))
-        if sizes.own_weight_grad and rows < sizes.num_rows:
-            # The sum for the head is there until the end, its gradient from the end on.
-            weight = sizes.vocab_size * hidden
-            return max(num_bytes + max(steps) + weight * (sum_item - item), weight * sum_item)
+    if item < sum_item and sizes.own_weight_grad and is_summed:
+        # The sum for the head is there until the end, its gradient from the end on.
+        weight = sizes.vocab_size * hidden
+        return max(num_bytes + max(steps) + weight * (sum_item - item), weight * sum_item)
     return num_bytes + max(steps)
 
 

@@ -200,6 +200,7 @@ def fused_plan(job: Job) -> tuple[Plan, Sizes]:
         hidden_sizes=(job.student.hidden_size, job.teacher.hidden_size),
         itemsizes=(job.student_bytes, job.teacher_bytes),
         sum_itemsize=WIDE,
+        rounds_products=True,
         own_weight_grad=False,
         workspace_bytes=0,
     )

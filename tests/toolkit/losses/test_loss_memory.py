@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.errors import InputError
 from toolkit.losses import rows
+from toolkit.losses.products import adds_unrounded
 from toolkit.planner.loss_plan import MIB, Plan, Sizes, make_plan, transient_bytes
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -20,6 +21,7 @@ SIZES = Sizes(
     hidden_sizes=(1024, 2048),
     itemsizes=(4, 4),
     sum_itemsize=4,
+    rounds_products=True,
     own_weight_grad=True,
     workspace_bytes=0,
 )
@@ -93,6 +95,7 @@ def test_memory_is_as_foreseen(monkeypatch, layout, dtypes, is_given):
         hidden_sizes=(64, 96),
         itemsizes=tuple(dtype.itemsize for dtype in dtypes),
         sum_itemsize=4,
+        rounds_products=not adds_unrounded(case.student_hidden),
         own_weight_grad=not is_given,
         workspace_bytes=rows.workspace_bytes(case.student_hidden),
     )
@@ -133,6 +136,7 @@ def test_planned_peak_is_within_a_twentieth(tokens, vocab, layout, dtype):
         hidden_sizes=(128, 192),
         itemsizes=(dtype.itemsize, dtype.itemsize),
         sum_itemsize=4,
+        rounds_products=not adds_unrounded(case.student_hidden),
         own_weight_grad=True,
         workspace_bytes=0,
     )
