@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import isfinite
+from math import ceil, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from toolkit.planner.measured import Comparison, Measured, compare, measure
 from toolkit.planner.memory import Layout, ring_geometry
 from toolkit.planner.plans import Plan, Teachers, job_of, make_plans, plan_teachers
 from toolkit.planner.run import job_of_run, layout_of
+from toolkit.planner.traffic import break_even_tokens
 from toolkit.planner.verdict import (
     Finding,
     Split,
@@ -73,6 +74,7 @@ class Report:
         findings: of the two models.
         verdict: which layout, and why.
         ring_bytes: pinned memory of each student rank.
+        break_even_tokens: up to which hidden states are less traffic than a sharded teacher.
         split: the best one of all the job's GPUs.
     """
 
@@ -83,6 +85,7 @@ class Report:
     findings: list[Finding]
     verdict: str
     ring_bytes: int
+    break_even_tokens: float
     split: Split | None
 
 
@@ -108,6 +111,9 @@ def make_report(job: Job, *, choose: bool, tokenizers: Sequence[Path] = ()) -> R
         findings=[*compatibility(job), *_tokenizers(tokenizers)],
         verdict=verdict(job, plans),
         ring_bytes=ring_geometry(job).total_bytes,
+        break_even_tokens=break_even_tokens(
+            job.teacher, ceil(job.student_gpus / job.node_gpus), job.node_gpus
+        ),
         split=best_split(job, gpus, choose=choose),
     )
 
@@ -139,6 +145,7 @@ def as_json(report: Report) -> str:
         "ring_slots": None if ring is None else ring.slots,
         "kappa": None if ring is None else ring.kappa,
         "ring_gib": report.ring_bytes / GIB,
+        "break_even_tokens": report.break_even_tokens,
     }
     found["best_split"] = None if report.split is None else report.split._asdict()
     found["remedies"] = report.remedies

@@ -181,6 +181,11 @@ def _teachers(report: Report) -> Text:
         f" A ring of {job.host_slots} slots pins {report.ring_bytes / GIB:.2f} GiB for each of the"
         f" {job.replicas} student ranks."
     )
+    if report.break_even_tokens:
+        text += (
+            f" Hidden states are less traffic than gathering a sharded teacher once, up to"
+            f" {report.break_even_tokens:,.0f} tokens of a micro-batch."
+        )
     if report.split is not None:
         rate, students, taught = report.split
         text += (

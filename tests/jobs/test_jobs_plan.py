@@ -37,6 +37,7 @@ def test_layouts_are_compared(disaggkd: CommandLine) -> None:
         )
         assert {"fits", "max_tokens", "tokens_per_s", "bound"} <= plan.keys()
     assert found["teachers"]["replica_gpus"] == 1
+    assert f"up to {found['teachers']['break_even_tokens']:,.0f} tokens" in " ".join(output.split())
     assert found["verdict"].startswith("Colocated")
 
 
