@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from toolkit.data.batches import Batch
 from toolkit.teacher.forward import hidden_states
+from toolkit.training.memory import bytes_of
 from transport.messages import Order
 from transport.pool import TeacherPool
 
@@ -55,7 +56,7 @@ class TeacherBody:
     @property
     def num_bytes(self) -> int:
         """Bytes of its weights."""
-        return sum(p.numel() * p.element_size() for p in self._body.parameters())
+        return bytes_of(self._body.parameters())
 
     @torch.no_grad()
     def states(self, ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
