@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from toolkit.config import Config
 from toolkit.errors import InputError
+from toolkit.toml_file import read_toml
 
 PATHS = (
     ("run", "folder"),
@@ -49,12 +50,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         InputError: the file is missing or not TOML, or a key or value is wrong; the message names
             it, and for an unknown key the nearest valid one.
     """
-    try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"cannot read the configuration {path}: {error.strerror}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise InputError(f"{path} is not TOML: {error}") from error
+    tables = read_toml(path, "configuration")
     for override in overrides:
         _apply(tables, override)
     return parse_config(_absolute(tables), source=str(path))

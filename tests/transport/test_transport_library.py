@@ -146,7 +146,7 @@ def test_shim_that_is_not_built_is_an_error(
 ) -> None:
     monkeypatch.setattr(native, "SHIM", tmp_path / "shim.so")
     monkeypatch.setattr(ctypes, "CDLL", None)
-    with pytest.raises(UcxError, match=r"shim\.so is not built: install the package"):
+    with pytest.raises(UcxError, match=r"shim\.so is not built: install a C compiler"):
         native.open_library.__wrapped__()
 
 

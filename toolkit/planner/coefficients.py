@@ -5,12 +5,12 @@ the machine in question should replace, or a `choice` of who plans. What is exac
 and has no coefficient.
 """
 
-import tomllib
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from toolkit.errors import InputError
+from toolkit.toml_file import read_toml
 
 
 def _number(default: float | None, tag: str, meaning: str) -> Any:
@@ -93,14 +93,7 @@ def read_coefficients(path: Path | None, overrides: list[str]) -> Coefficients:
     Raises:
         InputError: a name is not known, or a value is no number of 0 or more.
     """
-    given: dict[str, Any] = {}
-    if path is not None:
-        try:
-            given = tomllib.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise InputError(f"cannot read the coefficients {path}: {error.strerror}") from error
-        except tomllib.TOMLDecodeError as error:
-            raise InputError(f"{path} is not TOML: {error}") from error
+    given = {} if path is None else read_toml(path, "coefficients")
     for override in overrides:
         name, _, text = override.partition("=")
         given[name.strip()] = text.strip()

@@ -6,13 +6,13 @@ Sources: NVIDIA's data sheets of A100, L40S, H100, H200 and B200 (dense bfloat16
 
 import os
 import re
-import tomllib
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TypeVar
 
 from toolkit.errors import InputError
 from toolkit.planner.coefficients import Coefficients
+from toolkit.toml_file import read_toml
 
 GIB = 2**30
 
@@ -139,12 +139,7 @@ _Entry = TypeVar("_Entry", Gpu, Network)
 
 def _read_table(path: Path, kind: str, entry: type[_Entry]) -> dict[str, _Entry]:
     """Return the tables `[kind.NAME]` of a TOML file; each has the numbers of an entry."""
-    try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8")).get(kind, {})
-    except OSError as error:
-        raise InputError(f"cannot read the hardware table {path}: {error.strerror}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise InputError(f"{path} is not TOML: {error}") from error
+    tables = read_toml(path, "hardware table").get(kind, {})
     keys = [item.name for item in fields(entry) if item.name not in ("name", "is_cpu")]
     for name, values in tables.items():
         numbers = [value for value in values.values() if isinstance(value, int | float)]
