@@ -67,9 +67,7 @@ def plan(
     vocab_shards: Annotated[int, typer.Option(help="Ranks that share the heads.", min=1)] = 1,
     ring_slots: Annotated[int, typer.Option(help="ring.slots and spare ones.", min=1)] = 8,
     trained_share: Annotated[float, typer.Option(help="Share of tokens with a label.")] = 1.0,
-    hardware: Annotated[
-        Path | None, typer.Option(help="TOML with further GPUs and networks.")
-    ] = None,
+    hardware: HardwareOption = None,
     coefficients: Annotated[Path | None, typer.Option(help="TOML with coefficients.")] = None,
     coefficient: Annotated[
         list[str] | None, typer.Option(help="One coefficient.", metavar="NAME=VALUE")
@@ -159,9 +157,7 @@ def calibrate(
         str | None,
         typer.Option(help="Over which their teachers wrote; by default cluster.network."),
     ] = None,
-    hardware: Annotated[
-        Path | None, typer.Option(help="TOML with further GPUs and networks.")
-    ] = None,
+    hardware: HardwareOption = None,
 ) -> None:
     """Fit the planner's estimates to what runs measured, for `plan --coefficients`."""
     import tomli_w

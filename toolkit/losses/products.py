@@ -5,12 +5,15 @@ can add one to a float32 sum instead, at the same speed.
 """
 
 import ctypes
+import logging
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+log = logging.getLogger(__name__)
 
 _ROW_MAJOR, _NO_TRANS, _TRANS = 101, 111, 112  # CBLAS_LAYOUT and CBLAS_TRANSPOSE
 
@@ -51,6 +54,7 @@ def _gemm() -> Any:
     try:
         gemm = ctypes.CDLL(str(library)).cblas_gemm_bf16bf16f32
     except (OSError, AttributeError):
+        log.warning("products in bfloat16 are rounded before they are added up: torch has no MKL")
         return None
     gemm.restype = None
     return gemm
