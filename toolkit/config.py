@@ -204,6 +204,8 @@ class ClusterSection(Section):
     time_min: PositiveInt = 60
     warning_s: PositiveInt = 120
     """Seconds before the time limit at which the run saves and has itself requeued."""
+    end_s: PositiveInt = 600
+    """How long tasks may take to save and end after a failure, before they are ended."""
     max_restarts: NonNegativeInt = 20
     setup: list[str] = []
     """Shell lines before the tasks start: modules, conda."""

@@ -16,12 +16,6 @@ from transport.rendezvous import write_atomically
 SRUN_OPTIONS = ("--unbuffered", "--kill-on-bad-exit=0", "--no-kill")
 """A role that cannot go on saves and ends by itself; srun shall not end it first."""
 
-BEGIN = (
-    'if [ -e "$run/done" ]; then exit 0; fi',
-    'rm -rf "$run/peers" "$run/failed" "$run/lost-teachers"  # of an earlier start',
-)
-"""The shell lines between the prologue and srun, in a run's own job."""
-
 
 def components_of(config: Config) -> list[Component]:
     """Return the components of a run's job; the student leads.
@@ -84,7 +78,7 @@ def common_options(config: Config) -> dict[str, Value]:
 
 
 def prologue(config: Config, folder: RunFolder) -> list[str]:
-    """Return the shell lines before srun."""
+    """Return the first shell lines of every job of a run."""
     exports = [
         f"export {name}={shlex.quote(value)}" for name, value in config.cluster.environment.items()
     ]
@@ -96,6 +90,33 @@ def prologue(config: Config, folder: RunFolder) -> list[str]:
         *config.cluster.setup,
         *exports,
         f"export OMP_NUM_THREADS={config.run.threads} PYTHONSAFEPATH=1",
+    ]
+
+
+def begin(config: Config) -> list[str]:
+    """Return the shell lines between the prologue and srun, in a run's own job.
+
+    srun waits for the tasks of a dead node until the controller tells it, and the controller tells
+    it once. When a student has failed all others end by themselves; an srun that still waits
+    `cluster.end_s` after that is killed, so that the job can begin again.
+    """
+    return [
+        'if [ -e "$run/done" ]; then exit 0; fi',
+        'rm -rf "$run/peers" "$run/failed" "$run/lost-teachers"  # of an earlier start',
+        "srun() {",
+        '    command srun "$@" &',
+        "    tasks=$!",
+        f'    (waited=0; while [ "$waited" -lt {config.cluster.end_s} ]; do',
+        '         sleep 5; if [ -e "$run/failed" ]; then waited=$((waited + 5)); fi',
+        "     done",
+        f'     echo "srun still waits {config.cluster.end_s} s after a failure: it is killed"',
+        '     kill -KILL "$tasks") &',
+        "    watch=$!",
+        '    wait "$tasks"',
+        "    code=$?",
+        '    { kill "$watch"; wait "$watch"; } 2>/dev/null',
+        '    return "$code"',
+        "}",
     ]
 
 
@@ -115,7 +136,10 @@ def epilogue(config: Config) -> list[str]:
         "fi",
         f'if [ "$restart" -lt {config.cluster.max_restarts} ]; then',
         "    trap '' TERM  # Slurm ends this script while it answers",
-        '    scontrol requeue "$SLURM_JOB_ID" && sleep 60',
+        "    for pause in 5 20 60; do  # a busy controller may not answer",
+        '        scontrol requeue "$SLURM_JOB_ID" && sleep 60',
+        '        sleep "$pause"',
+        "    done",
         "fi",
         "exit 1",
     ]
@@ -135,7 +159,7 @@ def batch_file(config: Config, folder: RunFolder) -> str:
         *sbatch_header(components, job_options(job_name(config)), common_options(config)),
         "",
         *prologue(config, folder),
-        *BEGIN,
+        *begin(config),
         "",
         srun_command(components, commands, SRUN_OPTIONS),
         "code=$?",

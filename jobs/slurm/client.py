@@ -139,26 +139,35 @@ def script_is_lost(job: int) -> bool:
     """Return whether the node that runs a job's script does not answer any more.
 
     Raises:
-        InputError: the controller does not answer.
+        InputError: the controller does not answer, or does not know the job.
     """
-    host = re.search(r"BatchHost=(\S+)", call("scontrol", "show", "job", str(job)).stdout)
-    if host is None:
-        return False
-    node = call("scontrol", "show", "node", host[1]).stdout
-    address = re.search(r"NodeAddr=(\S+)", node)
-    port = re.search(r"Port=(\d+)", node)
-    if address is None or port is None:
-        return False
+    host = _shown("BatchHost", "job", str(job))
+    address = _shown("NodeAddr", "node", host), int(_shown("Port", "node", host))
     try:
-        socket.create_connection((address[1], int(port[1])), timeout=_TIMEOUT_S).close()
+        socket.create_connection(address, timeout=_TIMEOUT_S).close()
     except OSError:
         return True
     return False
 
 
-def requeue(job: int) -> bool:
-    """Let a running job begin again; return whether Slurm does so."""
-    return call("scontrol", "requeue", str(job)).returncode == 0
+def _shown(name: str, kind: str, which: str) -> str:
+    """Return the first value of this name in what `scontrol show` says."""
+    done = call("scontrol", "show", kind, which)
+    value = re.search(rf"\b{name}=(\S+)", done.stdout)
+    if value is None:
+        raise InputError(f"Slurm does not tell {name} of {kind} {which}: {done.stderr.strip()}")
+    return value[1]
+
+
+def requeue(job: int) -> None:
+    """Let a running job begin again.
+
+    Raises:
+        InputError: with Slurm's whole answer.
+    """
+    done = call("scontrol", "requeue", str(job))
+    if done.returncode:
+        raise InputError(f"Slurm would not requeue job {job}:\n{done.stderr.strip()}")
 
 
 def cancel(job: int) -> None:

@@ -7,8 +7,8 @@ from jobs.preflight import check_inputs
 from jobs.run_folder import Failure, RunFolder
 from jobs.slurm import client
 from jobs.slurm.batch import (
-    BEGIN,
     SRUN_OPTIONS,
+    begin,
     components_of,
     epilogue,
     job_name,
@@ -59,7 +59,7 @@ def executor_for(config: Config, folder: RunFolder) -> HetSlurmExecutor:
         requeue=True,
         signal_delay_s=cluster.warning_s,
         options=cluster.options,
-        setup=[*prologue(config, folder), *BEGIN],
+        setup=[*prologue(config, folder), *begin(config)],
         srun_options=SRUN_OPTIONS,
         epilogue=epilogue(config),
     )

@@ -4,7 +4,10 @@ import logging
 import os
 import signal
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from jobs.run_folder import RunFolder
 from jobs.slurm import client
@@ -14,6 +17,9 @@ log = logging.getLogger(__name__)
 
 WARNINGS = {signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM}
 """Signals by which Slurm says that a job is to end soon."""
+_PAUSES_S = (2.0, 5.0, 10.0, 20.0)
+
+T = TypeVar("T")
 
 
 def role_rank(shift: int) -> int:
@@ -68,9 +74,29 @@ def _stand_in_for_script(folder: RunFolder) -> None:
     """
     job, start = int(os.environ["SLURM_JOB_ID"]), int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     reason = "the node of the job's script is lost"
-    if not client.script_is_lost(job) or not folder.add_restart(job, start, reason):
+    is_lost = _insist(lambda: client.script_is_lost(job))
+    if not is_lost or not folder.add_restart(job, start, reason):
         return
     log.warning(reason)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm ends this task while it answers
-    if start >= folder.load().cluster.max_restarts or not client.requeue(job):
-        client.cancel(job)
+    try:
+        if start < folder.load().cluster.max_restarts:
+            return _insist(lambda: client.requeue(job))
+    except InputError as error:
+        log.warning("%s", error)
+    _insist(lambda: client.cancel(job))
+
+
+def _insist(ask: Callable[[], T]) -> T:
+    """Ask the controller again and again: it may be busy, and nobody else will ask.
+
+    Raises:
+        InputError: the last time it said no, too.
+    """
+    for pause_s in _PAUSES_S:
+        try:
+            return ask()
+        except InputError as error:
+            log.warning("%s", error)
+            time.sleep(pause_s)
+    return ask()

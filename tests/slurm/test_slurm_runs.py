@@ -84,7 +84,7 @@ class Runs:
         )
         return set(done.stdout.split())
 
-    def task(self, name: str, rank: int) -> psutil.Process:
+    def task(self, rank: int) -> psutil.Process:
         """Return the process of a global rank: students are 0 and 1, teachers 2 and 3."""
         for process in self.command.children():
             with contextlib.suppress(psutil.Error):
@@ -92,6 +92,13 @@ class Runs:
                 if environment.get("SLURM_PROCID") == str(rank) and process.name() != "srun":
                     return process
         raise AssertionError(f"no task {rank}")
+
+    def stop_srun(self) -> None:
+        """Let srun hear nothing any more, as when a message of the controller is lost."""
+        sruns = [process for process in self.command.children() if process.name() == "srun"]
+        assert sruns
+        for process in sruns:
+            process.suspend()
 
     def status(self, name: str) -> str:
         return self.command("status", self.folder(name))
@@ -155,7 +162,7 @@ def test_a_disturbed_job_ends_with_the_same_weights(runs: Runs) -> None:
     """What happens to teachers is survived; what happens to students starts the job again."""
     restarts = runs.folder("run") / "restarts"
     settings = ("optim.accumulation=8", "optim.schedule=constant")
-    runs.submit("run", *TWO, *settings, steps=100000)
+    runs.submit("run", *TWO, *settings, "cluster.end_s=15", steps=100000)
     runs.wait_steps("run", 5)
     runs.cluster.kill_node("teacher2")
     try:
@@ -167,12 +174,13 @@ def test_a_disturbed_job_ends_with_the_same_weights(runs: Runs) -> None:
     assert re.search(r"job \d+: teachers from 2 on", output)
     served = runs.folder("run") / "metrics" / "teacher-2.jsonl"
     wait_for(lambda: served.exists() and served.stat().st_size, 120, "an order of the new teacher")
-    runs.task("run", 2).kill()
+    runs.task(2).kill()
     runs.wait_more_steps("run")
     assert not list(restarts.iterdir())
     runs.cluster.restart_controller()
     runs.wait_more_steps("run")
-    runs.task("run", 1).kill()
+    runs.stop_srun()
+    runs.task(1).kill()
     wait_for(lambda: list(restarts.iterdir()), 120, "a restart")
     runs.wait_more_steps("run")
     runs.cluster.run("scontrol", "requeue", str(runs.job("run")))
