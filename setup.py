@@ -113,8 +113,7 @@ def row_kernels() -> list[Extension]:
         language="c++",
         extra_compile_args=[
             *("-O3", "-g0", "-std=c++17", "-Wall", "-Wextra", "-fopenmp"),
-            # Threaded jumps are branches in loops that could be vectorised.
-            *("-fno-math-errno", "-fno-trapping-math", "-fno-thread-jumps"),
+            *("-fno-math-errno", "-fno-trapping-math"),
         ],
         extra_link_args=["-fopenmp"],
         optional=True,

@@ -71,11 +71,13 @@ def make_inputs(sizes: Sizes, dtype: torch.dtype, device: str) -> Inputs:
     )
 
 
-def ways(inputs: Inputs, divergence: Divergence) -> dict[str, Way]:
+def ways(inputs: Inputs, divergence: Divergence, budget_mib: int = 1024) -> dict[str, Way]:
     """Return what computes loss and gradients of some inputs once, by name.
 
-    `gemm` is the limit: the four matrix products of all tokens, and nothing else.
+    `gemm` is the limit: the four matrix products of all tokens, and nothing else. The budget is of
+    our loss.
     """
+    ours = partial(_ours, memory_budget_mib=budget_mib)
 
     def run(loss: Callable[..., Tensor]) -> Way:
         def step() -> None:
@@ -88,9 +90,9 @@ def ways(inputs: Inputs, divergence: Divergence) -> dict[str, Way]:
         "gemm": partial(_gemms, inputs),
         "eager": run(full_logits),
         "compile": run(torch.compile(full_logits)),
-        "ours": run(partial(_ours, strategy="windows")),
-        "ours_recompute": run(partial(_ours, strategy="recompute")),
-        "ours_torch": run(partial(_ours, strategy="windows", backend="torch")),
+        "ours": run(partial(ours, strategy="windows")),
+        "ours_recompute": run(partial(ours, strategy="recompute")),
+        "ours_torch": run(partial(ours, strategy="windows", backend="torch")),
     }
     if (liger := _liger(divergence)) is not None:
         found["liger"] = run(liger)

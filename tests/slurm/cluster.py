@@ -14,7 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Self
@@ -132,6 +133,16 @@ class SlurmCluster:
         self.daemons.stop("slurmctld")
         self._start_controller()
         self._wait_until(lambda: "unknown" not in self.nodes().values(), "all nodes are known")
+
+    @contextmanager
+    def silent_controller(self) -> Iterator[None]:
+        """Let slurmctld answer nobody, as when it is busy, for the time of a `with` block."""
+        controller = self.daemons.processes["slurmctld"]
+        controller.suspend()
+        try:
+            yield
+        finally:
+            controller.resume()
 
     def cancel_jobs(self) -> None:
         """Cancel all jobs, and return when none is left."""

@@ -111,85 +111,127 @@ ROWS_INLINE void finish_row(const State<Real>& state, int divergence, Constants<
 
 // ---- second pass and gradient --------------------------------------------------------------
 
-// What is the same for all columns of a row.
+// log(1 + e^x) and log(1 + e^-x).
+template <class Real>
+struct Softplus {
+  Real of_x, of_minus_x;
+};
+
+template <class Real>
+ROWS_INLINE Softplus<Real> softplus(Real x, Real exp_minus_abs_x) {
+  const Real rest = log1p_of(exp_minus_abs_x), positive = x < Real(0) ? Real(0) : x;
+  return {positive + rest, (positive - x) + rest};
+}
+
+// What is the same for all columns of a row; m = teacher_weight p + student_weight q.
 template <class Real>
 struct Row {
   Constants<Real> constants;
   Real log_ratio;  // of the normalisers of teacher and student
-  Real inv_tau, teacher_weight, student_weight;
+  Real inv_tau, student_weight, log_teacher_weight, log_student_weight;
+  Real odds;             // log(teacher_weight / student_weight)
+  Softplus<Real> equal;  // of the odds: where p = q
   Real mean;
   Real kd_factor;
   Real ce_factor;     // of softmax(zs), z-loss included
   Real label_factor;  // of onehot(label)
 };
 
+// It must be compiled into the function with the loop over the columns: that equal models give
+// exactly 0 takes the same fused products and sums in both.
 template <class Real>
 ROWS_INLINE Row<Real> row_of(const RowsObjective& objective, const Constants<Real>& constants,
                              Real mean, Real weight) {
   const Real lse = constants.student_max + constants.log_ce_z;
   const Real factor = static_cast<Real>(objective.scale) * weight;
   const Real ce = static_cast<Real>(objective.ce_factor);
+  const Real log_teacher_weight = static_cast<Real>(::log(objective.teacher_weight));
+  const Real log_student_weight = static_cast<Real>(::log(1 - objective.teacher_weight));
+  const Real odds = log_teacher_weight - log_student_weight;
   return {constants,
           constants.log_teacher_z - constants.log_student_z,
           static_cast<Real>(1 / objective.temperature),
-          static_cast<Real>(objective.teacher_weight),
           static_cast<Real>(1 - objective.teacher_weight),
+          log_teacher_weight,
+          log_student_weight,
+          odds,
+          softplus(odds, exponent(-::fabs(odds))),
           mean,
           static_cast<Real>(objective.kd_factor / objective.temperature) * factor,
           (ce + 2 * static_cast<Real>(objective.z_factor) * lse) * factor,
           ce * factor};
 }
 
-// Probabilities and ratios at one column; m = teacher_weight p + student_weight q.
+// Logarithms of probabilities at a column, and of p / q, which is exactly 0 for equal rows.
 template <class Real>
-struct Mixture {
-  Real p, q;
-  Real log_p_to_m, log_q_to_m;
-  Real excess;  // (q - p) / m
+struct Logs {
+  Real p, q, p_to_q;
 };
 
-// The larger of p and q is found first and the smaller from their ratio e^-d: nothing overflows,
-// and where p = q both logarithms and the excess are exactly 0.
+// Logits of -inf become finite here: 0 times the logarithm is 0 then.
 template <class Real>
-ROWS_INLINE Mixture<Real> mixture(Real log_p, Real log_q, Real log_ratio, const Row<Real>& row) {
-  const bool p_larger = log_ratio > Real(0);
-  const Real over = log_ratio < Real(0) ? Real(0) : log_ratio;  // NaN stays NaN
-  const Real under = p_larger ? Real(0) : log_ratio;
-  const Exponential<Real> decrease = exponential(under - over);
-  const Real larger = exponent(log_p > log_q ? log_p : log_q);
-  const Real smaller = weighted(larger, decrease.exp);  // 0 also where both logits are -inf
-  const Real change = choose(p_larger, row.student_weight, row.teacher_weight) * decrease.expm1;
-  const Real log_larger = -log1p_of(change);
-  return {p_larger ? larger : smaller,
-          p_larger ? smaller : larger,
-          log_larger + under,
-          log_larger - over,
-          (p_larger ? decrease.expm1 : -decrease.expm1) / (Real(1) + change)};
+ROWS_INLINE Real at_least_lowest(Real x) {
+  const Real lowest = static_cast<Real>(LOWEST);
+  return lowest > x ? lowest : x;
 }
 
-// A column's part of the value, and the slope g: tau dvalue/dzs is q (g - sum q g).
 template <class Real>
-struct DivergenceTerm {
-  Real q, value, slope;
+ROWS_INLINE Logs<Real> logs_of(Real teacher, Real student, const Row<Real>& row) {
+  const Real x = at_least_lowest(teacher - row.constants.teacher_max);
+  const Real y = at_least_lowest(student - row.constants.student_max);
+  return {x * row.inv_tau - row.constants.log_teacher_z,
+          y * row.inv_tau - row.constants.log_student_z, (x - y) * row.inv_tau - row.log_ratio};
+}
+
+// A column in the mixture. With x = log(p_share / q_share), which is the odds where p = q,
+// log(q / m) = log(1 + e^odds) - log(1 + e^x).
+template <class Real>
+struct Mixture {
+  Real p_share, q_share;  // teacher_weight p, student_weight q
+  Real log_p_to_m, log_q_to_m;
 };
 
+// The larger share is found first and the smaller from their ratio: nothing overflows.
+template <class Real>
+ROWS_INLINE Mixture<Real> mixture(const Logs<Real>& logs, const Row<Real>& row) {
+  const Real x = logs.p_to_q + row.odds;
+  const Real log_p = logs.p + row.log_teacher_weight, log_q = logs.q + row.log_student_weight;
+  const Real ratio = exponent(-::fabs(x));
+  const Real larger = exponent(log_p > log_q ? log_p : log_q), smaller = larger * ratio;
+  const Softplus<Real> change = softplus(x, ratio);
+  return {x > Real(0) ? larger : smaller, x > Real(0) ? smaller : larger,
+          row.equal.of_minus_x - change.of_minus_x, row.equal.of_x - change.of_x};
+}
+
+// Where the slope of tau dvalue/dzs = q (slope - mean) is known only after the first pass.
 template <int divergence, class Real>
-ROWS_INLINE DivergenceTerm<Real> mixture_term(const Mixture<Real>& m, const Row<Real>& row) {
+ROWS_INLINE Real slope(const Logs<Real>& logs, const Mixture<Real>& m, const Row<Real>& row) {
   switch (divergence) {
     case ROWS_JSD:
-      return {m.q,
-              row.teacher_weight * weighted(m.p, m.log_p_to_m) +
-                  row.student_weight * weighted(m.q, m.log_q_to_m),
-              row.student_weight * m.log_q_to_m};
+      return row.student_weight * m.log_q_to_m;
     case ROWS_SKEW_FORWARD_KL:
-      return {m.q, weighted(m.p, m.log_p_to_m), row.student_weight * row.student_weight * m.excess};
+      return -row.student_weight * exponential(m.log_p_to_m).expm1;
     case ROWS_SKEW_REVERSE_KL:
-      return {m.q, weighted(m.q, m.log_q_to_m),
-              m.log_q_to_m - row.student_weight * row.teacher_weight * m.excess};
-    default:  // total variation
-      return {m.q, Real(0.5) * (m.q > m.p ? m.q - m.p : m.p - m.q),
-              (m.excess > Real(0) ? Real(0.5) : Real(0)) - (m.excess < Real(0) ? Real(0.5) : Real(0))};
+      return m.log_q_to_m - row.student_weight * exponential(m.log_q_to_m).expm1;
+    default:  // total variation: half the sign of q - p
+      return logs.p_to_q < Real(0) ? Real(0.5) : logs.p_to_q > Real(0) ? Real(-0.5) : logs.p_to_q;
   }
+}
+
+// A column's part of the value and of the mean slope.
+template <int divergence, class Real>
+ROWS_INLINE Sums<Real> sums_term(Real teacher, Real student, const Row<Real>& row) {
+  const Logs<Real> logs = logs_of(teacher, student, row);
+  const Mixture<Real> m = mixture(logs, row);
+  if (divergence == ROWS_JSD) {
+    const Real q_term = m.q_share * m.log_q_to_m;
+    return {m.p_share * m.log_p_to_m + q_term, q_term};
+  }
+  const Real p = exponent(logs.p), q = exponent(logs.q);
+  const Real mean = q * slope<divergence>(logs, m, row);
+  if (divergence == ROWS_SKEW_FORWARD_KL) return {p * m.log_p_to_m, mean};
+  if (divergence == ROWS_SKEW_REVERSE_KL) return {q * m.log_q_to_m, mean};
+  return {Real(0.5) * ::fabs(p - q), mean};
 }
 
 template <class Real>
@@ -199,21 +241,11 @@ struct GradientTerm {
 };
 
 template <int divergence, class Real>
-ROWS_INLINE DivergenceTerm<Real> divergence_term(Real teacher, Real student,
-                                                 const Row<Real>& row) {
-  const Real x = teacher - row.constants.teacher_max, y = student - row.constants.student_max;
-  return mixture_term<divergence>(
-      mixture(x * row.inv_tau - row.constants.log_teacher_z,
-              y * row.inv_tau - row.constants.log_student_z,
-              (x - y) * row.inv_tau - row.log_ratio, row),
-      row);
-}
-
-template <int divergence, class Real>
 ROWS_INLINE GradientTerm<Real> gradient_term(Real teacher, Real student, const Row<Real>& row) {
   if (divergence > ROWS_SYMMETRIC_KL) {
-    const DivergenceTerm<Real> term = divergence_term<divergence>(teacher, student, row);
-    return {weighted(term.q, term.slope - row.mean), term.q};
+    const Logs<Real> logs = logs_of(teacher, student, row);
+    const Real q = exponent(logs.q);
+    return {q * (slope<divergence>(logs, mixture(logs, row), row) - row.mean), q};
   }
   const Real x = teacher - row.constants.teacher_max, y = student - row.constants.student_max;
   const Real q = exponent(y * row.inv_tau - row.constants.log_student_z);

@@ -165,9 +165,9 @@ ROWS_INLINE void thread_sums(const Real (&teacher)[PER_THREAD], const Real (&stu
   sums[0] = sums[1] = 0;
   ROWS_UNROLL
   for (int i = 0; i < PER_THREAD; i++) {
-    const DivergenceTerm<Real> term = divergence_term<divergence>(teacher[i], student[i], row);
+    const Sums<Real> term = sums_term<divergence>(teacher[i], student[i], row);
     sums[0] += term.value;
-    sums[1] += weighted(term.q, term.slope);
+    sums[1] += term.mean;
   }
 }
 

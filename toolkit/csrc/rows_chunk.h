@@ -68,20 +68,34 @@ struct Logits {
                            teacher_buffer)) {}
 };
 
+// The maxima of both models; several at a time, since each waits for the one before it.
 template <class Real>
-ROWS_INLINE Real maximum(const Real* values, int64_t count) {
-  Real result = static_cast<Real>(LOWEST);
-#pragma omp simd reduction(max : result)
-  for (int64_t i = 0; i < count; i++) result = values[i] > result ? values[i] : result;
-  return result;
+ROWS_INLINE void maxima(const Logits<Real>& logits, int64_t count, Real& teacher, Real& student) {
+  const Real *teachers = logits.teacher, *students = logits.student;
+  const int64_t half = count / 2;
+  const Real lowest = static_cast<Real>(LOWEST);
+  Real t0 = lowest, t1 = lowest, s0 = lowest, s1 = lowest;
+#pragma omp simd reduction(max : t0, t1, s0, s1)
+  for (int64_t i = 0; i < half; i++) {
+    t0 = teachers[i] > t0 ? teachers[i] : t0;
+    t1 = teachers[half + i] > t1 ? teachers[half + i] : t1;
+    s0 = students[i] > s0 ? students[i] : s0;
+    s1 = students[half + i] > s1 ? students[half + i] : s1;
+  }
+  if (count % 2) {
+    t0 = std::max(t0, teachers[count - 1]);
+    s0 = std::max(s0, students[count - 1]);
+  }
+  teacher = std::max(t0, t1);
+  student = std::max(s0, s1);
 }
 
 template <class Real>
 ROWS_INLINE State<Real> statistics_of(const RowsTile& tile, const Piece& piece, Real inv_tau) {
   const Logits<Real> logits(tile, piece);
   const Real *student = logits.student, *teacher = logits.teacher;
-  const Real teacher_max = maximum(teacher, piece.count);
-  const Real student_max = maximum(student, piece.count);
+  Real teacher_max, student_max;
+  maxima(logits, piece.count, teacher_max, student_max);
   Real teacher_z = 0, student_z = 0, forward = 0, reverse = 0, ce_z = 0;
 #pragma omp simd reduction(+ : teacher_z, student_z, forward, reverse)
   for (int64_t i = 0; i < piece.count; i++) {
@@ -107,9 +121,9 @@ ROWS_INLINE Sums<Real> divergence_sums(const Logits<Real>& logits, int64_t count
   Real value = 0, mean = 0;
 #pragma omp simd reduction(+ : value, mean)
   for (int64_t i = 0; i < count; i++) {
-    const DivergenceTerm<Real> term = divergence_term<divergence>(teacher[i], student[i], row);
+    const Sums<Real> term = sums_term<divergence>(teacher[i], student[i], row);
     value += term.value;
-    mean += weighted(term.q, term.slope);
+    mean += term.mean;
   }
   return {value, mean};
 }
@@ -164,8 +178,9 @@ ROWS_INLINE Sums<Real> sums_of_piece(const RowsTile& tile, const Piece& piece,
 template <class Real>
 ROWS_INLINE void gradient_of_piece(const RowsTile& tile, const Piece& piece,
                                    const RowsObjective& objective, int64_t label,
-                                   const Row<Real>& row) {
+                                   const Constants<Real>& constants, Real mean, Real weight) {
   const Logits<Real> logits(tile, piece);
+  const Row<Real> row = row_of(objective, constants, mean, weight);
   Real out[CHUNK];
   switch (objective.divergence) {
 #define ROWS_CASE(divergence)                                \

@@ -27,8 +27,8 @@ namespace {
   }                                                                                          \
   ROWS_CLONES void gradient_piece(const RowsTile& tile, const Piece& piece,                  \
                                   const RowsObjective& objective, int64_t label,             \
-                                  const Row<Real>& row) {                                    \
-    gradient_of_piece(tile, piece, objective, label, row);                                   \
+                                  const Constants<Real>& constants, Real mean, Real weight) { \
+    gradient_of_piece(tile, piece, objective, label, constants, mean, weight);               \
   }
 ROWS_DEFINE(float)
 ROWS_DEFINE(double)
@@ -94,10 +94,9 @@ int gradient(const RowsTile& tile, const RowsObjective& objective, const RowsLau
   for_each(tile.rows * num_chunks(tile), launch, [&](int64_t index) {
     const Piece piece = piece_of(tile, index);
     const Real weight = weights ? weights[piece.row] : Real(1);
-    const Row<Real> row =
-        row_of(objective, constants[piece.row], sums[piece.row].mean, weight);
     const int64_t label = labels[piece.row] - tile.first_column - piece.first;
-    gradient_piece(tile, piece, objective, label, row);
+    gradient_piece(tile, piece, objective, label, constants[piece.row], sums[piece.row].mean,
+                   weight);
   });
   return 0;
 }

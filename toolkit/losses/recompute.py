@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from toolkit.losses import rows
+from toolkit.losses.huge_pages import in_huge_pages
 from toolkit.losses.inputs import LossInputs, row_sums, spans
 from toolkit.losses.products import add_product
 from toolkit.losses.rows import RowResults, Tile
@@ -58,7 +59,9 @@ def run_gradients(
     """
     head, hidden = inputs.student_head, inputs.labelled(inputs.student_hidden)
     total = torch.empty_like(hidden, dtype=weights.dtype) if needed[0] else None
-    weight = torch.empty_like(head.weight) if needed[1] and weight_grad is None else None
+    weight = None
+    if needed[1] and weight_grad is None:
+        weight = in_huge_pages(torch.empty_like(head.weight))
     bias = torch.empty_like(head.bias) if needed[2] and head.bias is not None else None
     for tile in _tiles(inputs, plan, hidden):
         inputs.kernels.gradient(tile, inputs.labels, inputs.objective, results, weights)
@@ -89,7 +92,7 @@ def _tiles(inputs: LossInputs, plan: Plan, student_hidden: Tensor) -> Iterator[T
     """Yield the logits of all rows `[N, H]`, shard by shard, in the same memory."""
     teacher_hidden = inputs.labelled(inputs.teacher_hidden)
     size = len(inputs.labels), plan.shard_columns
-    student, teacher = student_hidden.new_empty(*size), teacher_hidden.new_empty(*size)
+    student, teacher, _ = Tile.empty(student_hidden, teacher_hidden, *size)
     for columns in spans(inputs.vocab_size, plan.shard_columns):
         width = columns.stop - columns.start
         tile = Tile(_narrowed(student, width), _narrowed(teacher, width), columns.start)

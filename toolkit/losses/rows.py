@@ -26,6 +26,7 @@ from toolkit.losses.divergences import (
     logit_gradient,
     second_pass_sums,
 )
+from toolkit.losses.huge_pages import in_huge_pages
 
 LOWEST = -1e30
 """Maximum of an empty state; finite, so that merging it needs no case of its own."""
@@ -44,6 +45,12 @@ class Tile(NamedTuple):
     teacher: Tensor
     """`[R, S]`."""
     first_column: int
+
+    @classmethod
+    def empty(cls, student: Tensor, teacher: Tensor, rows: int, columns: int) -> "Tile":
+        """Return a tile `[rows, columns]` to be filled, with dtypes and device of these tensors."""
+        parts = (in_huge_pages(like.new_empty(rows, columns)) for like in (student, teacher))
+        return cls(*parts, 0)
 
     @property
     def columns(self) -> slice:

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from toolkit.errors import InputError
 from toolkit.losses import rows
+from toolkit.losses.huge_pages import in_huge_pages
 from toolkit.losses.inputs import LossInputs, row_sums, spans
 from toolkit.losses.products import add_product
 from toolkit.losses.rows import Tile
@@ -43,8 +44,9 @@ class Gradients:
         self.weight = weight_grad
         self._is_unset = weight_grad is None and len(inputs.labels) > 0
         if self.weight is None and needed[1]:
-            make = torch.empty_like if self._is_unset else torch.zeros_like
-            self.weight = make(head.weight, dtype=dtype)
+            self.weight = in_huge_pages(torch.empty_like(head.weight, dtype=dtype))
+            if not self._is_unset:
+                self.weight.zero_()
         self.bias = None
         if head.bias is not None and needed[2]:
             self.bias = torch.zeros_like(head.bias, dtype=self._sum_dtype)
@@ -73,7 +75,7 @@ def run_windows(
     """Return loss and sums `[3]`, and add up the gradients where they are wanted."""
     sums = torch.zeros(3, dtype=torch.float64, device=inputs.student_hidden.device)
     size = plan.window_rows, inputs.vocab_size
-    logits = Tile(inputs.student_hidden.new_empty(size), inputs.teacher_hidden.new_empty(size), 0)
+    logits = Tile.empty(inputs.student_hidden, inputs.teacher_hidden, *size)
     shards = spans(inputs.vocab_size, plan.shard_columns)
     for window in spans(len(inputs.labels), plan.window_rows):
         sums += _run_window(inputs, window, logits, shards, gradients)

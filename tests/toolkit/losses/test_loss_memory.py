@@ -222,4 +222,4 @@ def test_windows_share_the_buffers_of_their_logits(monkeypatch):
         torch.Tensor, "new_empty", lambda *args: made.append(args[1:]) or new_empty(*args)
     )
     loss_of(make_case(), options_for("jsd", window_rows=2, shard_columns=502))
-    assert made == [((2, 1003),)] * 2
+    assert made == [(2, 1003)] * 2
