@@ -49,8 +49,8 @@ class Tile(NamedTuple):
     @classmethod
     def empty(cls, student: Tensor, teacher: Tensor, rows: int, columns: int) -> "Tile":
         """Return a tile `[rows, columns]` to be filled, with dtypes and device of these tensors."""
-        parts = (in_huge_pages(like.new_empty(rows, columns)) for like in (student, teacher))
-        return cls(*parts, 0)
+        logits, teacher_logits = (like.new_empty(rows, columns) for like in (student, teacher))
+        return cls(in_huge_pages(logits), in_huge_pages(teacher_logits), 0)
 
     @property
     def columns(self) -> slice:
