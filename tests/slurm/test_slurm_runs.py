@@ -113,7 +113,7 @@ def _runs(cluster: SlurmCluster, folder: Path) -> Iterator[Runs]:
     yield Runs(cluster, folder)
     print(cluster.run("squeue", check=False).stdout)  # shown where the test has failed
     for log in sorted(folder.glob("*/logs/*.log")):
-        print(log.name, *log.read_text().splitlines()[-15:], sep="\n    ")
+        print(log.name, *log.read_text(errors="replace").splitlines()[-15:], sep="\n    ")
     cluster.cancel_jobs()
     wait_for(lambda: not CommandLine(folder).children(), 20, "the end of all processes")
 
