@@ -18,8 +18,9 @@ log = logging.getLogger(__name__)
 WARNINGS = {signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM}
 """Signals by which Slurm says that a job is to end soon."""
 _PAUSES_S = (2.0, 5.0, 10.0, 20.0)
+"""Between questions to a controller that does not answer."""
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 def role_rank(shift: int) -> int:
@@ -87,7 +88,7 @@ def _stand_in_for_script(folder: RunFolder) -> None:
     _insist(lambda: client.cancel(job))
 
 
-def _insist(ask: Callable[[], T]) -> T:
+def _insist(ask: Callable[[], _T]) -> _T:
     """Ask the controller again and again: it may be busy, and nobody else will ask.
 
     Raises:
