@@ -221,7 +221,8 @@ def test_a_stopping_teacher_serves_on_and_leaves_cleanly(run_folder: Path, start
 def test_all_slots_in_quarantine_is_said(run_folder: Path, start: Start) -> None:
     """Nobody may have the slots of a teacher that hangs; without spare ones nothing goes on."""
     teachers = [start(teach, run_folder, 0, partial(slow_at, 0, 2.0))]
-    with open_pool(run_folder) as pool:
+    patient = replace(LIVENESS, grace_s=5.0)  # the other teacher takes a while to start
+    with open_pool(run_folder, liveness=patient) as pool:
         pool.connect(1, WAIT_S)
         for sequence in range(4):
             ask(pool, 0, sequence)

@@ -1,6 +1,7 @@
 """What waiting costs: the delay after a doorbell, and the processor while nothing comes."""
 
 import os
+import resource
 import statistics
 import struct
 import time
@@ -31,6 +32,15 @@ def cpu_shares() -> Iterator[list[float]]:
     yield shares
     wall, own = time.monotonic() - wall, time.thread_time() - own
     shares += [own / wall, (time.process_time() - whole - own) / wall]
+
+
+@contextmanager
+def awakenings() -> Iterator[list[int]]:
+    """Count how often this thread has slept and awoken."""
+    counts: list[int] = []
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+    yield counts
+    counts.append(resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - before)
 
 
 @pytest.fixture
@@ -75,16 +85,21 @@ def test_doorbell_ends_a_wait_about_as_soon_as_a_pipe(
 def test_waiting_in_vain_takes_little_of_a_core(
     set_ucx: Callable[[str | None], None], tls: str
 ) -> None:
+    """Each awakening costs what the machine makes of it: a thread that only sleeps tells."""
     set_ucx(tls)
     measured = []
     with opened_ring() as (ring, _):
-        for _ in range(4):
-            with cpu_shares() as shares:
+        for _ in range(6):
+            with awakenings() as num_awakenings, cpu_shares() as shares:
                 assert not ring.wait(0, 0, 0, 0.5)
-            measured.append(shares)
-    waiting, progress = map(min, zip(*measured, strict=True))  # others only ever add to it
-    assert waiting < 0.02
-    assert progress < 0.005
+            assert num_awakenings[0] < 0.5 / 0.004 + 20
+            with cpu_shares() as asleep:
+                for _ in range(125):
+                    time.sleep(0.004)
+            measured.append([*shares, *asleep])
+    waiting, progress, sleeping, _ = map(min, zip(*measured, strict=True))  # others only ever add
+    assert waiting < max(0.02, 3 * sleeping)
+    assert progress < max(0.005, sleeping)
 
 
 def test_progress_takes_little_from_a_busy_thread(
@@ -93,7 +108,7 @@ def test_progress_takes_little_from_a_busy_thread(
     set_ucx("tcp")
     num_rounds = 10
     measured = []
-    for _ in range(4):
+    for _ in range(8):
         ours, theirs = SPAWN.Pipe(duplex=False)
         with opened_ring() as (ring, where):
             policy = os.SCHED_OTHER
@@ -104,4 +119,6 @@ def test_progress_takes_little_from_a_busy_thread(
                     pass
             writer.result()
         measured.append(shares[1])
-    assert min(measured) < 0.03, measured  # others only ever add to it
+        if measured[-1] < 0.03:  # others only ever add to it
+            return
+    pytest.fail(f"took {measured} of a core")
