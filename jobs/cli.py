@@ -1,5 +1,6 @@
 """The command line. Heavy imports stand inside the commands, so that help comes at once."""
 
+import gc
 import shlex
 import sys
 from contextlib import suppress
@@ -260,6 +261,7 @@ def role(
     """Be one process of a run."""
     from jobs.processes import end, end_with_parent
 
+    gc.disable()  # until all is imported: most of it stays to the end
     if shift is not None:
         from jobs.slurm.task import run_task
 

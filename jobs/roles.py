@@ -1,6 +1,7 @@
 """What the processes of a run have in common: start, signals, and how they end."""
 
 import faulthandler
+import gc
 import logging
 import signal
 import sys
@@ -47,6 +48,8 @@ def run_role(role: str, rank: int, folder: Path) -> int:
     from jobs.student import run_student
     from jobs.teacher import run_teacher
 
+    gc.freeze()  # what has been imported is never looked through again
+    gc.enable()
     logging.basicConfig(
         level=logging.INFO, stream=sys.stdout, format="%(asctime)s %(levelname)s %(message)s"
     )

@@ -28,3 +28,4 @@ fi
 
 [ -x .venv/bin/pip ] || "$python" -m venv .venv
 .venv/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,demo]'
+.venv/bin/python -m compileall -q jobs toolkit transport # as pip does with what it copies
