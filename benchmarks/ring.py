@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import paths.root  # noqa: F401  (before transport)
+from paths.settings import quiet_settings
 from rich.console import Console
 from rich.table import Table
 
 from toolkit.planner.traffic import share_of_waiting
 from transport.layout import RingGeometry
-from transport.library import apply_settings, ucx_settings
+from transport.library import apply_settings
 from transport.liveness import Liveness
 from transport.messages import Order
 from transport.pool import TeacherPool
@@ -65,7 +65,7 @@ def geometry(case: Case) -> RingGeometry:
 
 def teach(folder: Path, index: int, case: Case) -> None:
     """Answer every order after a while."""
-    apply_settings(ucx_settings("lo"))
+    apply_settings(quiet_settings())
     draw, ring = random.Random(index), geometry(case)
     answer = memoryview(bytes(ROWS * ring.row_bytes))
     mean_s = PERIOD_S * case.teachers / case.kappa
@@ -132,7 +132,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one case, few steps")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     arguments = parser.parse_args()
-    apply_settings(ucx_settings("lo"))
+    apply_settings(quiet_settings())
     table = Table()
     for column in ("teachers", "kappa", "slots", "waiting", "planned"):
         table.add_column(column, justify="right")

@@ -15,13 +15,13 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
-import paths.root  # noqa: F401  (before transport)
 import psutil
+from paths.settings import quiet_settings
 from rich.console import Console
 from rich.table import Table
 
 from transport.layout import RingGeometry
-from transport.library import apply_settings, ucx_settings
+from transport.library import apply_settings
 from transport.liveness import Liveness
 from transport.messages import Order
 from transport.pool import TeacherPool
@@ -35,7 +35,7 @@ PROCESSES = get_context("spawn")
 
 def teach(folder: Path) -> None:
     """Answer every order with the same bytes."""
-    apply_settings(ucx_settings("lo"))
+    apply_settings(quiet_settings())
     answer = memoryview(bytes(GEOMETRY.slot_tokens * GEOMETRY.row_bytes))
 
     def compute(order: Order, buffers: list[bytes]) -> memoryview:
@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    apply_settings(ucx_settings("lo"))
+    apply_settings(quiet_settings())
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         RunKeys.create(folder)

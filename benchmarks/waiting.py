@@ -17,10 +17,9 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
-import paths.root  # noqa: F401  (before transport)
+from paths.settings import quiet_settings
 
 from transport.layout import RingGeometry, SlotHeader
-from transport.library import ucx_settings
 from transport.memory import crc32c
 from transport.native import Worker, load
 from transport.ring import Ring, RingWriter
@@ -50,7 +49,7 @@ def teach(
 
 @contextmanager
 def opened(geometry: RingGeometry, tls: str) -> Iterator[tuple[Ring, dict[str, Any]]]:
-    os.environ.update(ucx_settings("lo", tls))
+    os.environ.update(quiet_settings(tls))
     with Worker() as worker, Ring(worker, geometry) as ring:
         yield ring, {"peer": worker.address, "address": ring.address, "key": ring.key}
 
@@ -100,7 +99,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few rounds")
     rounds = 5 if parser.parse_args().quick else 60
-    os.environ.update(ucx_settings("lo"))  # before UCX is loaded
+    os.environ.update(quiet_settings())  # before UCX is loaded
     print("UCX", load())
     for tls in ("posix", "sysv", "posix,cma", "tcp"):
         for gap_s in (0.001, 0.1):

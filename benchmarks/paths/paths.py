@@ -13,18 +13,16 @@ from paths.other_sides import GlooSide, Memory, ZeromqSide
 from paths.perftest import put_gibps
 from paths.processes import SPAWN, PinnedProcess, started
 from paths.ring_side import RingSide
+from paths.settings import quiet_settings
 from paths.side import PING_BYTES, SLOTS
-
-from transport.library import ucx_settings
 
 MIB, GIB = 1 << 20, 1 << 30
 VARIANTS = {"": False, "_written_read": True}
-_TABLES = {"UCX_PROTO_INFO": "n"}  # of protocols, which a run reads and a benchmark does not
 UCX_SETTINGS = {
-    "posix": ucx_settings("lo", "posix") | _TABLES,
-    "cma": ucx_settings("lo", "posix,cma") | _TABLES,
-    "cma_ordinary": ucx_settings("lo", "posix,cma") | _TABLES | {"UCX_ALLOC_PRIO": "thp,mmap,heap"},
-    "tcp": ucx_settings("lo", "tcp") | _TABLES,
+    "posix": quiet_settings("posix"),
+    "cma": quiet_settings("posix,cma"),
+    "cma_ordinary": quiet_settings("posix,cma") | {"UCX_ALLOC_PRIO": "thp,mmap,heap"},
+    "tcp": quiet_settings("tcp"),
 }
 PATHS = (*UCX_SETTINGS, "gloo", "zeromq")
 

