@@ -1,12 +1,14 @@
 """How soon a student awakes, what it uses of a core while it waits, and what a checksum costs.
 
-    python benchmarks/waiting.py [--quick]
+    python benchmarks/waiting.py [--quick] [--json FILE]
 
 A pipe between the same two processes is the measure of the machine. Delays are medians, from just
-before the write to the end of the wait; a share of a core is CPU time by elapsed time.
+before the write to the end of the wait; a share of a core is CPU time by elapsed time, and the
+measure of the machine is there a thread that sleeps in naps as long as those of the wait.
 """
 
 import argparse
+import json
 import os
 import statistics
 import struct
@@ -15,9 +17,12 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from paths.settings import quiet_settings
+from rich.console import Console
+from rich.table import Table
 
 from transport.layout import RingGeometry, SlotHeader
 from transport.memory import crc32c
@@ -25,7 +30,7 @@ from transport.native import Worker, load
 from transport.ring import Ring, RingWriter
 
 SPAWN = get_context("spawn")
-TIMEOUT_S = 20.0
+TIMEOUT_S, IDLE_S, NAP_S = 20.0, 3.0, 0.004
 SMALL = RingGeometry(slots=1, slot_tokens=1, hidden_size=16, item_bytes=4)
 LARGE = RingGeometry(slots=1, slot_tokens=4096, hidden_size=1024, item_bytes=4)  # 16 MiB
 
@@ -76,13 +81,18 @@ def delays_s(
     return statistics.median(of_pipe), statistics.median(of_ring)
 
 
-def idle_shares(tls: str, seconds: float) -> tuple[float, float]:
-    """Return what the waiting thread and the progress thread use of a core."""
+def idle_shares(tls: str, seconds: float) -> tuple[float, float, float]:
+    """Return what the waiting thread and the progress thread use of a core, and a sleeping one."""
     with opened(SMALL, tls) as (ring, _):
         wall, own, whole = time.monotonic(), time.thread_time(), time.process_time()
         ring.wait(0, 0, 0, seconds)
         wall, own = time.monotonic() - wall, time.thread_time() - own
-        return own / wall, (time.process_time() - whole - own) / wall
+        progress = time.process_time() - whole - own
+    start, asleep = time.monotonic(), time.thread_time()
+    while time.monotonic() - start < seconds:
+        time.sleep(NAP_S)
+    asleep = time.thread_time() - asleep
+    return own / wall, progress / wall, asleep / (time.monotonic() - start)
 
 
 def checksum_rate(num_bytes: int, rounds: int) -> float:
@@ -95,23 +105,47 @@ def checksum_rate(num_bytes: int, rounds: int) -> float:
     return num_bytes / statistics.median(times_s)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few rounds")
-    rounds = 5 if parser.parse_args().quick else 60
-    os.environ.update(quiet_settings())  # before UCX is loaded
-    print("UCX", load())
+def measure(rounds: int) -> dict[str, float]:
+    """Return all figures: seconds, shares of a core, bytes a second."""
+    figures = {}
     for tls in ("posix", "sysv", "posix,cma", "tcp"):
         for gap_s in (0.001, 0.1):
             of_pipe, of_ring = delays_s(tls, SMALL, rounds, gap_s)
-            print(f"{tls}, {gap_s} s: pipe {of_pipe * 1e6:.0f} us, ring {of_ring * 1e6:.0f} us")
-        waiting, progress = idle_shares(tls, 3.0)
-        print(f"{tls}, idle: waiting {waiting:.2%}, progress {progress:.2%}")
-    rate = checksum_rate(1 << 24, rounds)
-    print(f"crc32c: {rate / 2**20:.0f} MiB/s")
-    for checksum in (False, True):
-        _, of_ring = delays_s("posix", LARGE, rounds, 0.01, checksum)
-        print(f"posix, 16 MiB written and taken, checksum {checksum}: {of_ring * 1e3:.2f} ms")
+            gap = f"{tls}.gap_{gap_s * 1e3:.0f}ms"
+            figures |= {f"{gap}.pipe_s": of_pipe, f"{gap}.ring_s": of_ring}
+        names = ("waiting", "progress", "sleeping")
+        shares = zip(names, idle_shares(tls, IDLE_S), strict=True)
+        figures |= {f"{tls}.{name}_share": share for name, share in shares}
+    figures["crc32c_bytes_per_s"] = checksum_rate(1 << 24, rounds)
+    for name in ("plain", "checksum"):
+        _, of_ring = delays_s("posix", LARGE, rounds, 0.01, checksum=name == "checksum")
+        figures[f"posix.16mib.{name}_s"] = of_ring
+    return figures
+
+
+def as_text(name: str, value: float) -> str:
+    """Return a figure for the table."""
+    if name.endswith("_share"):
+        return f"{value:.2%}"
+    if name.endswith("_per_s"):
+        return f"{value / 2**20:,.0f} MiB/s"
+    return f"{value * 1e6:,.0f} us"
+
+
+def main() -> None:
+    """Measure, print a table, and write the figures where asked."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="few rounds")
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    options = parser.parse_args()
+    os.environ.update(quiet_settings())  # before UCX is loaded
+    figures = measure(rounds=5 if options.quick else 60)
+    table = Table("figure", "median", title=f"UCX {load()}")
+    for name, value in figures.items():
+        table.add_row(name, as_text(name, value))
+    Console().print(table)
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
