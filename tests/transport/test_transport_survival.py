@@ -63,7 +63,7 @@ class Lesson:
         """Take what has been ordered; then no slot is missing."""
         for sequence in range(self.taken, self.given):
             self.answered.append(check(self.pool, 0, sequence))
-        book, deadline = self.pool._book, time.monotonic() + WAIT_S
+        book, deadline = self.pool._dispatcher._book, time.monotonic() + WAIT_S
         while len(book._free) < self.pool._ring.geometry.slots:  # nothing public tells
             assert time.monotonic() < deadline, book.quarantine
             time.sleep(0.01)
@@ -123,7 +123,9 @@ def test_a_joining_teacher_has_work_within_a_second(run_folder: Path, start: Sta
         second = start(teach, run_folder, 1)
         pool.connect(2, WAIT_S)
         joined_s = time.monotonic()
-        while not any("teacher-1" in str(work.teacher) for work in pool._book.works.values()):
+        while not any(
+            "teacher-1" in str(work.teacher) for work in pool._dispatcher._book.works.values()
+        ):
             assert time.monotonic() - joined_s < 1.0
             time.sleep(0.01)
         assert [check(pool, 0, sequence) for sequence in range(4)].count(1) >= 1
