@@ -22,10 +22,8 @@ from transport.errors import (
 from transport.handles import Handle
 from transport.liveness import Heard, Liveness, Silent
 from transport.messages import (
-    INT32_BYTES,
     Bye,
     Cancel,
-    Failed,
     Hello,
     Order,
     Refuse,
@@ -35,7 +33,7 @@ from transport.messages import (
 from transport.protocols import check_connection
 from transport.rendezvous import RunKeys, publish, withdraw
 from transport.ring import RingWriter
-from transport.student import Student, check_hello
+from transport.student import Compute, Student, check_hello
 
 log = logging.getLogger(__name__)
 
@@ -56,10 +54,6 @@ class Served:
     compute_s: float
     write_s: float
     queued: int
-
-
-Compute = Callable[[Order, list[bytes]], memoryview]
-"""Computes an order: its three buffers in, the bytes of the wanted rows out."""
 
 
 class TeacherService(Handle):
@@ -236,7 +230,7 @@ class TeacherService(Handle):
             return
         order, buffers = student.next()
         start = time.monotonic()
-        payload = self._compute(student, compute, order, buffers)
+        payload = student.compute(compute, order, buffers)
         computed = time.monotonic()
         self._handle_events(wait=False)
         wanted = student.computed()
@@ -262,26 +256,6 @@ class TeacherService(Handle):
                     queued=sum(s.num_orders for s in self._students.values()),
                 )
             )
-
-    def _compute(
-        self, student: Student, compute: Compute, order: Order, buffers: list[bytes]
-    ) -> memoryview | None:
-        """Return the answer to an order, or tell the student why there is none."""
-        try:
-            payload = compute(order, buffers)
-            num_rows = len(buffers[2]) // INT32_BYTES
-            student.writer.geometry.check(order.slot, num_rows, payload.nbytes)
-        except Exception as error:
-            log.exception("order %d of %s failed", order.sequence, student.name)
-            failed = Failed(
-                sequence=order.sequence,
-                attempt=order.attempt,
-                error=type(error).__name__,
-                message=as_text(error),
-            )
-            self._channel.send(student.name, failed)
-            return None
-        return payload
 
     def _write(self, student: Student, write: Callable[[], None]) -> bool:
         """Write or end a write; return whether all of it is in the student's memory."""

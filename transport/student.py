@@ -1,5 +1,6 @@
 """What a teacher keeps of one student: the way into its ring, and the orders that wait."""
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -7,10 +8,23 @@ from typing import Any
 
 from transport.errors import RefusedError
 from transport.layout import SlotHeader, token_digest
-from transport.messages import PROTOCOL_VERSION, Cancel, Cancelled, Hello, Order
+from transport.messages import (
+    INT32_BYTES,
+    PROTOCOL_VERSION,
+    Cancel,
+    Cancelled,
+    Failed,
+    Hello,
+    Order,
+    as_text,
+)
 from transport.ring import RingWriter
 
-Tell = Callable[[Cancelled], None]
+log = logging.getLogger(__name__)
+
+Tell = Callable[[Cancelled | Failed], None]
+Compute = Callable[[Order, list[bytes]], memoryview]
+"""Computes an order: its three buffers in, the bytes of the wanted rows out."""
 
 
 def check_hello(hello: Hello, run: str, facts: Mapping[str, Any]) -> None:
@@ -83,6 +97,24 @@ class Student:
         """Return the next order, which is computed from now on."""
         self._computing, buffers = self._orders.popleft()
         return self._computing, buffers
+
+    def compute(self, compute: Compute, order: Order, buffers: list[bytes]) -> memoryview | None:
+        """Return the answer to an order, or tell the student why there is none."""
+        try:
+            payload = compute(order, buffers)
+            num_rows = len(buffers[2]) // INT32_BYTES
+            self.writer.geometry.check(order.slot, num_rows, payload.nbytes)
+        except Exception as error:
+            log.exception("order %d of %s failed", order.sequence, self.name)
+            failed = Failed(
+                sequence=order.sequence,
+                attempt=order.attempt,
+                error=type(error).__name__,
+                message=as_text(error),
+            )
+            self._tell(failed)
+            return None
+        return payload
 
     def put_back(self, order: Order, buffers: list[bytes]) -> None:
         """Let a computed order wait again: it could not be written."""

@@ -24,7 +24,8 @@ from transport.native import Worker
 from transport.pool import TeacherPool
 from transport.rendezvous import RunKeys
 from transport.ring import Ring, RingWriter
-from transport.service import Compute, Served, TeacherService
+from transport.service import Served, TeacherService
+from transport.student import Compute
 
 SPAWN = get_context("spawn")
 LIVENESS = Liveness(heartbeat_s=0.2, dead_after_s=1.2, grace_s=1.5)
