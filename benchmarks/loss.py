@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 import torch
-from losses.ways import Inputs, Sizes, Way, full_logits, make_inputs, ways
+from losses.ways import WAYS, Inputs, Sizes, Way, full_logits, make_inputs, ways
 from rich.console import Console
 from rich.table import Table
 
@@ -227,7 +227,7 @@ def main() -> None:
     parser.add_argument("--svg", type=Path, help="draw time and memory against the tokens")
     parser.add_argument("--case", nargs="+", choices=list(ALL), help="only these")
     parser.add_argument("--divergence", nargs="+", choices=get_args(Divergence), help="only these")
-    parser.add_argument("--way", nargs="+", help="only these, and the products")
+    parser.add_argument("--way", nargs="+", choices=WAYS, help="only these, and the products")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

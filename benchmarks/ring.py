@@ -12,11 +12,11 @@ import random
 import statistics
 import tempfile
 import time
-from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from paths.processes import SPAWN, running
 from paths.settings import quiet_settings
 from rich.console import Console
 from rich.table import Table
@@ -30,7 +30,6 @@ from transport.pool import TeacherPool
 from transport.rendezvous import RunKeys
 from transport.service import TeacherService
 
-PROCESSES = get_context("spawn")
 WAIT_S = 60.0
 PERIOD_S = 0.02
 STUDENT_VARIATION, TEACHER_VARIATION = 0.1, 0.5
@@ -90,12 +89,13 @@ def measure(case: Case, steps: int) -> tuple[float, float]:
         folder = Path(name)
         RunKeys.create(folder)
         teachers = [
-            PROCESSES.Process(target=teach, args=(folder, index, case))
+            SPAWN.Process(target=teach, args=(folder, index, case))
             for index in range(case.teachers)
         ]
-        for teacher in teachers:
-            teacher.start()
-        with TeacherPool(folder, geometry(case), rank=0, facts={}, liveness=Liveness()) as pool:
+        with (
+            running(*teachers),
+            TeacherPool(folder, geometry(case), rank=0, facts={}, liveness=Liveness()) as pool,
+        ):
             pool.connect(case.teachers, WAIT_S)
             waited_s, num_orders = 0.0, 0
             for step in range(steps):
@@ -109,8 +109,6 @@ def measure(case: Case, steps: int) -> tuple[float, float]:
                 pool.release(answer)
                 busy.append(time.monotonic() - start)
                 waited_s += answer.waited_s if step >= case.slots else 0.0  # once it was full
-        for teacher in teachers:
-            teacher.join(WAIT_S)
     planned = share_of_waiting(
         case.teachers,
         statistics.fmean(answered),

@@ -11,11 +11,11 @@ import json
 import tempfile
 import time
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 import psutil
+from paths.processes import SPAWN, running
 from paths.settings import quiet_settings
 from rich.console import Console
 from rich.table import Table
@@ -30,7 +30,6 @@ from transport.service import TeacherService
 
 GEOMETRY = RingGeometry(slots=6, slot_tokens=256, hidden_size=512, item_bytes=2)
 WAIT_S = 60.0
-PROCESSES = get_context("spawn")
 
 
 def teach(folder: Path) -> None:
@@ -96,16 +95,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         RunKeys.create(folder)
-        teacher = PROCESSES.Process(target=teach, args=(folder,))
-        teacher.start()
-        try:
+        teacher = SPAWN.Process(target=teach, args=(folder,))
+        with running(teacher):
             assert teacher.pid is not None
             minutes = 1 / 6 if arguments.quick else arguments.minutes
             figures = learn(folder, teacher.pid, minutes)
-            teacher.join(WAIT_S)
-        finally:
-            teacher.kill()
-            teacher.join()
     table = Table("", "", title="what grows in the second half")
     for key, value in figures.items():
         table.add_row(key, f"{value:,.2f}")

@@ -15,11 +15,11 @@ import struct
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from paths.processes import SPAWN, running
 from paths.settings import quiet_settings
 from rich.console import Console
 from rich.table import Table
@@ -29,7 +29,6 @@ from transport.memory import crc32c
 from transport.native import Worker, load
 from transport.ring import Ring, RingWriter
 
-SPAWN = get_context("spawn")
 TIMEOUT_S, IDLE_S, NAP_S = 20.0, 3.0, 0.004
 SMALL = RingGeometry(slots=1, slot_tokens=1, hidden_size=16, item_bytes=4)
 LARGE = RingGeometry(slots=1, slot_tokens=4096, hidden_size=1024, item_bytes=4)  # 16 MiB
@@ -68,16 +67,17 @@ def delays_s(
     with opened(geometry, tls) as (ring, where):
         where["checksum"] = checksum
         teacher = SPAWN.Process(target=teach, args=(geometry, where, theirs, rounds, gap_s))
-        teacher.start()
-        for sequence in range(rounds):
-            pipe.send(None)
-            sent_s = pipe.recv()
-            of_pipe.append(time.monotonic() - sent_s)
-            assert ring.wait(0, sequence, 0, TIMEOUT_S)
-            ring.header(0)
-            (sent_s,) = struct.unpack_from("d", ring.payload(0, 1))
-            of_ring.append(time.monotonic() - sent_s)
-        teacher.join()
+        with running(teacher):
+            for sequence in range(rounds):
+                pipe.send(None)
+                if not pipe.poll(TIMEOUT_S):
+                    raise TimeoutError(f"nothing came through the pipe in {TIMEOUT_S:g} s")
+                sent_s = pipe.recv()
+                of_pipe.append(time.monotonic() - sent_s)
+                assert ring.wait(0, sequence, 0, TIMEOUT_S)
+                ring.header(0)
+                (sent_s,) = struct.unpack_from("d", ring.payload(0, 1))
+                of_ring.append(time.monotonic() - sent_s)
     return statistics.median(of_pipe), statistics.median(of_ring)
 
 

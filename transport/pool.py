@@ -54,7 +54,7 @@ class TeacherPool(Handle):
             binding: binding to UCX.
         """
         keys = RunKeys.load(folder)
-        self._num_orders = geometry.slots - num_spare_slots
+        self._max_orders = geometry.slots - num_spare_slots
         self._liveness = liveness
         self._next_take = 0
         self._worker = open_worker(binding)
@@ -97,7 +97,7 @@ class TeacherPool(Handle):
     @property
     def room(self) -> int:
         """How many more orders can be given now."""
-        return self._num_orders - self._dispatcher.num_orders
+        return self._max_orders - self._dispatcher.num_orders
 
     @property
     def ring_bytes(self) -> int:

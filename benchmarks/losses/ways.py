@@ -71,6 +71,9 @@ def make_inputs(sizes: Sizes, dtype: torch.dtype, device: str) -> Inputs:
     )
 
 
+WAYS = ("gemm", "eager", "compile", "ours", "ours_recompute", "ours_torch", "liger")
+
+
 def ways(inputs: Inputs, divergence: Divergence, budget_mib: int = 1024) -> dict[str, Way]:
     """Return what computes loss and gradients of some inputs once, by name.
 

@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from typing import Any
 
 SPAWN = get_context("spawn")
 START_S = 60.0
 CALL_S = 60.0
+END_S = 60.0
 
 
 def _obey(
@@ -71,3 +73,18 @@ def started(*processes: PinnedProcess) -> Iterator[None]:
     finally:
         for process in processes:
             process.close()
+
+
+@contextmanager
+def running(*processes: SpawnProcess) -> Iterator[None]:
+    """Run processes that end by themselves, and by force if they do not."""
+    for process in processes:
+        process.start()
+    try:
+        yield
+        for process in processes:
+            process.join(END_S)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 from cluster import SlurmCluster
+from executor_jobs import use
 from installation import InstallError, install
 
 
@@ -35,3 +36,11 @@ def slurm_without_accounting(
     """A cluster on which sacct fails, as on many small ones."""
     with SlurmCluster(tmp_path_factory.mktemp("slurm"), accounting=False) as cluster:
         yield cluster
+
+
+@pytest.fixture
+def client(slurm: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmCluster]:
+    """The cluster with accounting, used by this process; no job is left in it."""
+    use(slurm, monkeypatch)
+    yield slurm
+    slurm.cancel_jobs()

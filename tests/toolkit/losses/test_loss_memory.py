@@ -1,6 +1,8 @@
 """Which plan fits a budget, and whether the memory is as foreseen."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -223,3 +225,17 @@ def test_windows_share_the_buffers_of_their_logits(monkeypatch):
     )
     loss_of(make_case(), options_for("jsd", window_rows=2, shard_columns=502))
     assert made == [(2, 1003)] * 2
+
+
+def test_new_memory_is_asked_for_in_huge_pages():
+    if not Path("/sys/kernel/mm/transparent_hugepage").exists():
+        pytest.skip("this Linux has no transparent huge pages")
+    tile = rows.Tile.empty(torch.empty(1), torch.empty(1), 1024, 2048)
+    for logits in (tile.student, tile.teacher):
+        middle, flags = logits.data_ptr() + logits.nbytes // 2, ""
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+                is_here = int(found[1], 16) <= middle < int(found[2], 16)
+            elif is_here and line.startswith("VmFlags:"):
+                flags = line
+        assert " hg" in flags
