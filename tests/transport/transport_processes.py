@@ -1,5 +1,6 @@
 """The processes of the transport tests: functions that run in a child, and the child itself."""
 
+import faulthandler
 import os
 import random
 import resource
@@ -48,6 +49,7 @@ _BYTES = random.Random(0).randbytes(1 << 20)
 
 
 def _run(outcome: Connection, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    faulthandler.register(signal.SIGQUIT)
     try:
         result = function(*args, **kwargs)
     except Exception as error:
@@ -66,7 +68,10 @@ class Child:
 
     def result(self, timeout_s: float = WAIT_S) -> Any:
         """Return what the function returned, or raise what it raised; the process has ended."""
-        assert self._outcome.poll(timeout_s), "the child does not end"
+        if not self._outcome.poll(timeout_s):
+            self.signal(signal.SIGQUIT)  # it shows where it is
+            time.sleep(0.5)
+            raise AssertionError("the child does not end")
         result = self._outcome.recv()
         self.process.join(WAIT_S)
         assert self.process.exitcode == 0
