@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import zmq
@@ -70,7 +71,7 @@ class ControlChannel:
         self._router: zmq.Socket[bytes] | None = None
         self._authenticator: ThreadAuthenticator | None = None
         self._peers: dict[str, _Peer] = {}
-        self._monitors: dict[zmq.Socket[bytes], str] = {}
+        self._owners: dict[zmq.Socket[bytes], str] = {}  # of sockets of one peer only
         self._calls: deque[Callable[[], None]] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         self._poller = zmq.Poller()
@@ -87,6 +88,7 @@ class ControlChannel:
         )
         router = self._socket(zmq.ROUTER, self._keys.teacher_public, self._keys.teacher_secret)
         router.curve_server = True
+        router.router_handover = True  # who connects again is heard, the old connection or not
         router.bind(f"tcp://{interface}:*")
         self._poller.register(router, zmq.POLLIN)
         self._router = router
@@ -99,7 +101,7 @@ class ControlChannel:
     def connect(
         self, peer: str, endpoint: str, identity: str, hello: Message, *buffers: bytes
     ) -> None:
-        """Connect to a peer that listens, and say hello.
+        """Connect to a peer that listens, in place of an earlier connection, and say hello.
 
         Args:
             peer: its name on this side.
@@ -111,6 +113,7 @@ class ControlChannel:
         frames = encode(hello, *buffers)
 
         def call() -> None:
+            self._drop(peer)
             dealer = self._socket(zmq.DEALER, self._keys.student_public, self._keys.student_secret)
             dealer.identity = identity.encode()
             dealer.curve_serverkey = self._keys.teacher_public.encode()
@@ -118,8 +121,8 @@ class ControlChannel:
             dealer.connect(endpoint)
             host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
             self._peers[peer] = _Peer(dealer, [], (host, int(port)), monitor)
-            self._monitors[monitor] = peer
             for source in (dealer, monitor):
+                self._owners[source] = peer
                 self._poller.register(source, zmq.POLLIN)
             self._send_now(peer, frames)
 
@@ -131,8 +134,11 @@ class ControlChannel:
         self._in_thread(lambda: self._send_now(peer, frames))
 
     def forget(self, peer: str) -> None:
-        """Stop heartbeats to a peer and watching for its own."""
-        self._in_thread(lambda: self._drop(peer))
+        """Part from a peer: in a callback at once, so that nothing more is heard of it."""
+        if threading.current_thread() is self._thread:
+            self._drop(peer)
+        else:
+            self._in_thread(lambda: self._drop(peer))
 
     def close(self) -> None:
         """Send what is queued, stop the thread, close the sockets."""
@@ -144,11 +150,9 @@ class ControlChannel:
             self._thread.join()
         for peer in list(self._peers):
             self._drop(peer)
-        if self._router is not None:
-            self._router.close(_LINGER_MS)
         if self._authenticator is not None:
             self._authenticator.stop()
-        self._context.term()
+        self._context.destroy(_LINGER_MS)
         os.close(self._wake)
 
     def _socket(self, kind: int, public: str, secret: str) -> zmq.Socket[bytes]:
@@ -191,17 +195,15 @@ class ControlChannel:
         if isinstance(source, int):
             os.eventfd_read(source)
             return
-        if source in self._monitors:
+        peer = self._owners.get(source)
+        if peer is not None and source is self._peers[peer].monitor:
             recv_monitor_message(source)
-            peer = self._monitors[source]
             self._peers[peer].disconnected = True
             self._look_for(peer)
             return
-        try:
-            while True:
+        with suppress(zmq.Again):
+            while source is self._router or source in self._owners:  # not parted from meanwhile
                 self._accept(source, source.recv_multipart(zmq.NOBLOCK))
-        except zmq.Again:
-            pass
 
     def _accept(self, source: zmq.Socket[bytes], frames: list[bytes]) -> None:
         if source is self._router:
@@ -211,7 +213,7 @@ class ControlChannel:
                 return
             peer = identity.decode()
         else:
-            peer = next(name for name, known in self._peers.items() if known.socket is source)
+            peer = self._owners[source]
         try:
             message, buffers = decode(frames)
         except ProtocolError as error:
@@ -250,9 +252,9 @@ class ControlChannel:
         if known.probe is not None:
             known.probe.close()
         if known.monitor is not None:
-            del self._monitors[known.monitor]
-            self._poller.unregister(known.monitor)
-            self._poller.unregister(known.socket)
+            for source in (known.socket, known.monitor):
+                del self._owners[source]
+                self._poller.unregister(source)
             known.socket.disable_monitor()
             known.monitor.close(0)
             known.socket.close(_LINGER_MS)
@@ -274,8 +276,8 @@ class ControlChannel:
 
     def _look_for(self, peer: str) -> None:
         """Find out whether the process of a silent peer that listens has ended."""
-        known = self._peers[peer]
-        if known.endpoint is None:
+        known = self._peers.get(peer)
+        if known is None or known.endpoint is None:
             return
         known.probe = known.probe or Probe(known.endpoint)
         refused = known.probe.refused()

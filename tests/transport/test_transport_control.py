@@ -4,9 +4,10 @@ import os
 import queue
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -240,6 +241,54 @@ def test_who_has_not_said_hello_is_told_so(keys: RunKeys) -> None:
         student.channel.send("teacher", HELLO, b"address", b"key")
         assert teacher.next()[1] == HELLO
         student.channel.close()
+
+
+def test_who_connects_again_is_heard_though_the_old_connection_stands(keys: RunKeys) -> None:
+    with listening(keys) as (teacher, endpoint), raw_client(endpoint, keys):
+        assert teacher.next()[0] == "stranger"
+        with raw_client(endpoint, keys) as (client, _):
+            assert teacher.next()[1] == HELLO
+            teacher.channel.send("stranger", Bye())
+            assert client.poll(int(1000 * WAIT_S))
+
+
+def test_a_callback_that_parts_from_a_peer_hears_no_more_of_it(keys: RunKeys) -> None:
+    """Three goodbyes have come when the first is heard: it meets the peer anew, and once."""
+    with listening(keys) as (teacher, endpoint):
+        heard: list[Event] = []
+        three_sent, again = threading.Event(), threading.Event()
+
+        def on_event(peer: str, event: Event, buffers: list[bytes]) -> None:
+            heard.append(event)
+            if isinstance(event, Bye):
+                three_sent.wait(WAIT_S)
+                channel.forget(peer)
+                channel.connect(peer, endpoint, "student", HELLO, b"address", b"key")
+            again.set()
+
+        with closing(ControlChannel(keys, LIVENESS, on_event)) as channel:
+            channel.start()
+            channel.connect("teacher", endpoint, "student", HELLO, b"address", b"key")
+            teacher.next()
+            for _ in range(3):
+                teacher.channel.send("student", Bye(clean=False))
+            three_sent.set()
+            assert teacher.next()[1] == HELLO
+            again.clear()
+            teacher.channel.send("student", Welcome(teacher=0, transports=""))
+            assert again.wait(WAIT_S)
+        assert heard == [Bye(clean=False), Welcome(teacher=0, transports="")]
+        assert teacher.heard.empty()
+
+
+def test_the_latest_connection_to_a_peer_is_the_one(keys: RunKeys) -> None:
+    with listening(keys) as (teacher, endpoint), connected(keys, endpoint) as student:
+        teacher.next()
+        student.channel.connect("teacher", endpoint, "renamed", HELLO, b"address", b"key")
+        assert teacher.next()[0] == "renamed"
+        teacher.channel.send("student", Bye())
+        teacher.channel.send("renamed", Welcome(teacher=0, transports=""))
+        assert student.next()[1] == Welcome(teacher=0, transports="")
 
 
 def test_killed_listener_is_gone_at_once(keys: RunKeys, start: Callable[..., Child]) -> None:

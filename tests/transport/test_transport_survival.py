@@ -3,6 +3,7 @@
 import signal
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,9 +23,11 @@ from transport_processes import (
     teach,
 )
 
+from transport.control import ControlChannel, Event
 from transport.errors import OrderFailedError, PeerLostError
-from transport.messages import Order
+from transport.messages import Bye, Hello, Order, Welcome
 from transport.pool import TeacherPool
+from transport.rendezvous import RunKeys, publish
 from transport.service import TeacherService
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -262,6 +265,33 @@ def test_a_lost_student_leaves_the_others_served(
         victim.result()
         lesson.end()
     teacher.result()
+
+
+def test_a_student_that_is_given_up_again_and_again_greets_again(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every time at once, and each goodbye thrice: no greeting is lost or overtaken by the last."""
+    monkeypatch.setattr("transport.dispatcher._TICK_S", 1e-4)
+    num_hellos = 0
+
+    def on_event(peer: str, event: Event, buffers: list[bytes]) -> None:
+        nonlocal num_hellos
+        if isinstance(event, Hello):
+            num_hellos += 1
+            if num_hellos < 500:
+                for _ in range(3):
+                    teacher.send(peer, Bye(clean=False))
+            else:
+                teacher.send(peer, Welcome(teacher=0, transports=""))
+        elif isinstance(event, Bye):
+            teacher.send(peer, event)
+
+    with closing(ControlChannel(RunKeys.load(run_folder), LIVENESS, on_event)) as teacher:
+        publish(run_folder, "teacher-0.f00", teacher.listen("lo"))
+        teacher.start()
+        with open_pool(run_folder) as pool:
+            assert pool.connect(1, 2 * WAIT_S) == ["teacher-0"]
+    assert num_hellos == 500
 
 
 @both_ends
