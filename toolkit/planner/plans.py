@@ -7,7 +7,16 @@ from typing import Literal, NamedTuple, get_args
 from toolkit.errors import InputError
 from toolkit.planner.job import Job, Recompute
 from toolkit.planner.memory import LAYOUTS, Layout, Memory, student_memory, teacher_memory
-from toolkit.planner.traffic import Ring, gather_bytes, own_bytes, rates, ring_slots, token_bytes
+from toolkit.planner.traffic import (
+    Ring,
+    gather_bytes,
+    hidden_bytes,
+    network_rate,
+    own_bytes,
+    rates,
+    ring_slots,
+    token_bytes,
+)
 
 Bound = Literal["student", "teacher", "network", "memory"]
 
@@ -207,18 +216,15 @@ class _Pace(NamedTuple):
 
 def _disaggregated_pace(job: Job) -> _Pace:
     both, teachers = rates(job), plan_teachers(job)
-    tokens = job.tokens * job.replicas
     of_teachers = teachers.replicas * (teachers.replica_gpus or 0) * both.teacher
-    token = token_bytes(job.teacher, job.teacher_bytes).hidden * job.trained_share
-    hidden = tokens * token * min(job.node_gpus, job.student_gpus) / job.student_gpus
-    capacity = job.network.bytes_per_s(job.coefficients)
-    times: dict[Bound, float] = {
-        "student": tokens / (job.student_gpus * both.student),
-        "teacher": tokens / of_teachers if of_teachers else inf,
-        "network": (own_bytes(job) + hidden) / capacity,
+    found: dict[Bound, float] = {
+        "student": job.student_gpus * both.student,
+        "teacher": of_teachers,
+        "network": network_rate(job),
     }
-    bound = max(times, key=times.__getitem__)
-    return _Pace(times[bound], bound, hidden)
+    bound = min(found, key=found.__getitem__)
+    seconds = job.tokens * job.replicas / found[bound] if found[bound] else inf
+    return _Pace(seconds, bound, hidden_bytes(job))
 
 
 def _colocated_pace(job: Job, passes: int | None) -> _Pace:

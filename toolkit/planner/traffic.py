@@ -143,6 +143,19 @@ def own_bytes(job: Job) -> float:
     return per_parameter * count(job.student).total * share
 
 
+def hidden_bytes(job: Job) -> float:
+    """Return what enters a student's node in a micro-batch of all ranks for the teacher's sake."""
+    token = token_bytes(job.teacher, job.teacher_bytes).hidden * job.trained_share
+    ranks = job.replicas * min(job.node_gpus, job.student_gpus) / job.student_gpus
+    return job.tokens * ranks * token
+
+
+def network_rate(job: Job) -> float:
+    """Return the tokens per second of all students together that their nodes can take in."""
+    seconds = (own_bytes(job) + hidden_bytes(job)) / job.network.bytes_per_s(job.coefficients)
+    return job.tokens * job.replicas / seconds
+
+
 def break_even_tokens(teacher: ModelShape, nodes: int, node_gpus: int) -> float:
     """Return for how many tokens of a micro-batch per GPU hidden states are as much traffic as a
     sharded teacher gathered once: below it hidden states are less."""

@@ -10,7 +10,7 @@ from toolkit.planner.facts import bundled
 from toolkit.planner.job import Job, Recompute
 from toolkit.planner.memory import Layout
 from toolkit.planner.plans import Plan, fits, max_tokens, plan_teachers, smallest_replica
-from toolkit.planner.traffic import rates
+from toolkit.planner.traffic import network_rate, rates
 
 NAMES: dict[Layout, str] = {
     "colocated_full": "colocated, full logits",
@@ -42,12 +42,18 @@ def best_split(job: Job, gpus: int, *, choose: bool = False) -> Split | None:
         ways = (best_split(replace(job, recompute=way), gpus) for way in get_args(Recompute))
         return max((way for way in ways if way is not None), default=None)
     replica, both = smallest_replica(job), rates(job)
+    if replica is None:
+        return None
     best = None
-    for teacher_gpus in range(replica, gpus, replica) if replica else ():
-        student_gpus = (gpus - teacher_gpus) // job.node_gpus * job.node_gpus
-        rate = min(student_gpus * both.student, teacher_gpus * both.teacher)
-        is_better = best is None or rate > best.tokens_per_s
-        if is_better and _fits_on(job, "disaggregated", student_gpus):
+    for student_gpus in range(job.node_gpus, gpus, job.node_gpus):
+        most = (gpus - student_gpus) // replica * replica
+        if not most or not _fits_on(job, "disaggregated", student_gpus):
+            continue
+        network = network_rate(replace(job, student_gpus=student_gpus))
+        wanted = min(student_gpus * both.student, network)
+        teacher_gpus = min(ceil(wanted / both.teacher / replica) * replica, most)
+        rate = min(wanted, teacher_gpus * both.teacher)
+        if best is None or rate >= best.tokens_per_s:
             best = Split(rate, student_gpus, teacher_gpus)
     return best
 

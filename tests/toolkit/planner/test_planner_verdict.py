@@ -7,7 +7,7 @@ import pytest
 from planner_cases import make_job, make_pair
 
 from toolkit.planner.hardware import find_network
-from toolkit.planner.plans import fits, make_plans, max_tokens, plan_teachers
+from toolkit.planner.plans import fits, make_plan, make_plans, max_tokens, plan_teachers
 from toolkit.planner.verdict import best_split, compatibility, remedies, verdict
 
 
@@ -70,14 +70,19 @@ def test_remedies_make_it_fit() -> None:
     assert not fits(other, "colocated_fused")
 
 
-def test_best_split_is_the_fastest_that_fits() -> None:
-    job = make_job()
+@pytest.mark.parametrize("network", ["8x400", "1x25tcp"])
+def test_best_split_is_the_fastest_that_fits(network: str) -> None:
+    job = make_job(network=find_network(network))
     best = best_split(job, 64)
     assert best is not None
-    for teacher_gpus in range(1, 57):
-        student_gpus = (64 - teacher_gpus) // 8 * 8
-        plan = make_plans(replace(job, student_gpus=student_gpus, teacher_gpus=teacher_gpus))
-        assert plan["disaggregated"].tokens_per_s <= best.tokens_per_s * (1 + 1e-9)
+    rates = {}
+    for teachers in range(1, 57):
+        students = (64 - teachers) // 8 * 8
+        plan = make_plan(
+            replace(job, student_gpus=students, teacher_gpus=teachers), "disaggregated"
+        )
+        rates[students, teachers] = plan.tokens_per_s
+    assert max(rates.values()) == pytest.approx(rates[best[1:]]) == pytest.approx(best.tokens_per_s)
     assert best_split(job, 8) is None
     free = best_split(job, 64, choose=True)
     assert free is not None and free.tokens_per_s > best.tokens_per_s
