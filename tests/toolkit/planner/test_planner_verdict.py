@@ -7,6 +7,7 @@ import pytest
 from planner_cases import make_job, make_pair
 
 from toolkit.planner.hardware import find_network
+from toolkit.planner.job import Job
 from toolkit.planner.plans import fits, make_plan, make_plans, max_tokens, plan_teachers
 from toolkit.planner.verdict import best_split, compatibility, remedies, verdict
 
@@ -70,22 +71,29 @@ def test_remedies_make_it_fit() -> None:
     assert not fits(other, "colocated_fused")
 
 
-@pytest.mark.parametrize("network", ["8x400", "1x25tcp"])
-def test_best_split_is_the_fastest_that_fits(network: str) -> None:
-    job = make_job(network=find_network(network))
+@pytest.mark.parametrize(
+    "job",
+    [make_job(), make_pair("Qwen3-8B -> Qwen3-0.6B", network=find_network("1x25tcp"))],
+    ids=["computing", "network"],
+)
+def test_best_split_is_the_fastest_that_fits(job: Job) -> None:
     best = best_split(job, 64)
     assert best is not None
     rates = {}
     for teachers in range(1, 57):
         students = (64 - teachers) // 8 * 8
-        plan = make_plan(
-            replace(job, student_gpus=students, teacher_gpus=teachers), "disaggregated"
-        )
-        rates[students, teachers] = plan.tokens_per_s
-    assert max(rates.values()) == pytest.approx(rates[best[1:]]) == pytest.approx(best.tokens_per_s)
+        divided = replace(job, student_gpus=students, teacher_gpus=teachers)
+        rates[students, teachers] = make_plan(divided, "disaggregated").tokens_per_s
+    assert rates[best[1:]] == pytest.approx(best.tokens_per_s)
+    assert max(rates.values()) == pytest.approx(best.tokens_per_s)
     assert best_split(job, 8) is None
-    free = best_split(job, 64, choose=True)
-    assert free is not None and free.tokens_per_s > best.tokens_per_s
+
+
+def test_less_computed_again_is_the_faster_split() -> None:
+    job = make_job()
+    best, free = best_split(job, 64), best_split(job, 64, choose=True)
+    assert best is not None and free is not None
+    assert free.tokens_per_s > best.tokens_per_s
 
 
 def test_teachers_that_are_needed_are_enough() -> None:
